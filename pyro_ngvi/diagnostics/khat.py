@@ -60,6 +60,7 @@ class KHat:
         tail: the tail of the weights.
         wanted: how many draws to resample, where those that were asked for are too few or too uneven,
             and this is of more; else 0.
+        impossible: where no draw has a weight, which data have no density at any of some.
     """
 
     khat: float
@@ -73,6 +74,7 @@ class KHat:
     elbo_error: float = float("nan")
     tail: Tail | None = field(default=None, repr=False)
     wanted: int = 0
+    impossible: str = ""
 
     @cached_property
     def decision(self) -> str:
@@ -175,7 +177,7 @@ class KHat:
         if self.ess == 0.0:
             return (
                 "Not usable: the density of model or guide is zero, infinite or NaN at draws of the "
-                "guide. Does the support of a datum depend on a latent variable?"
+                f"guide{self.impossible}. Does the support of a datum depend on a latent variable?"
             )
         if self.decision == "intervals":
             return f"Take the intervals as they are: {self._moves()} ({figures}; {BOUNDS})."

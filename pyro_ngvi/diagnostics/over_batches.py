@@ -82,7 +82,7 @@ class OverBatches:
             raise ValueError(
                 f"The minibatches of an epoch hold {total:.4g} times the data of their plate. Give "
                 f"each datum once (drop_last=False, no replacement), and the plate the size of all, "
-                f"where poutine.scale stands for that."
+                f"in place of poutine.scale."
             )
 
 

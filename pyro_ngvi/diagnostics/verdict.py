@@ -6,10 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pyro
 import torch
 from torch.distributions import biject_to
 
 from ..linalg.host import own_random_state
+from ..runtime.density import Sites, site_log_prob
+from ..runtime.model_density import Parts, map_draws
 from .draws import Draws, Fitted, random_state, sites_of_kind, warn_of_rounding
 from .khat import EVEN, FEWEST, HALF, KHat
 from .weights import (
@@ -90,6 +93,8 @@ def judge(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> KHat:
             even = own.ess >= (HALF if own.khat > own.threshold else FEWEST) * len(own.log_weights)
             even = even and not own.tail_is_too_heavy
             found = replace(found, wanted=0 if even else len(draws.log_q))
+        if found.ess == 0.0 and fitted.batches is None:
+            found = replace(found, impossible=_impossible(fitted, draws))
         log_ratio = draws.log_ratio
         missed, alone = None, not fitted.whole and (more or not fitted.batches)
         # what depends on enumerated sites has no density of its own to draw from
@@ -110,6 +115,22 @@ def judge(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> KHat:
             error = float(getattr(fitted.guide.func, "log_q_error", float)())
         error = math.hypot(spread / len(log_ratio) ** 0.5, error)
         return replace(found, missed=missed, elbo=float(log_ratio.mean()), elbo_error=error)
+
+
+def _impossible(fitted: Fitted, draws: Draws) -> str:
+    """The data of a site that have no density at any of a few draws, in words."""
+    values = {name: x[:MIN_DRAWS] for name, x in draws.values.items()}
+    for name in sites_of_kind(fitted.in_sum, "observed"):
+
+        def terms(sites: Sites, name: str = name) -> Parts:
+            return {"": {"": site_log_prob(sites[name])[1]}}
+
+        with torch.no_grad(), pyro.validation_enabled(False):
+            log_l = map_draws(fitted.joint, terms, values, MIN_DRAWS)[""][""]
+        never = ~log_l.isfinite().any(0)
+        if bool(never.any()):
+            return f", at all of them for {int(never.sum())} of {never.numel()} values of {name!r}"
+    return ""
 
 
 def weighed(fitted: Fitted, draws: Draws) -> KHat:

@@ -86,3 +86,17 @@ def test_a_fit_of_no_data_says_so() -> None:
 
     assert "no data" not in str(ngvi.advise(by_factor))
     assert "no data" in str(ngvi.advise(pyro.poutine.block(by_factor, hide=["likelihood"])))
+
+
+def test_data_at_the_edge_of_their_support_are_named() -> None:
+    def beta(y: Tensor) -> None:
+        a: Any = pyro.sample("a", dist.Gamma(torch.tensor(2.0), 1.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("z", dist.Normal(a, 1.0), obs=y)
+            pyro.sample("y", dist.Beta(a + 1.0, 2.0), obs=y)
+
+    y = torch.linspace(0.0, 0.9, 20)
+    with pytest.warns(RuntimeWarning, match="skipped a step"):
+        fit = ngvi.fit(beta, y, progress=False, seed=0)
+    assert fit.why_stopped == "diverged"
+    assert "at all of them for 1 of 20 values of 'y'. Does the support" in str(fit)
