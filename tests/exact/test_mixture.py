@@ -274,3 +274,29 @@ def test_a_loss_without_strata_is_refused_in_a_sentence() -> None:
     with pytest.raises(RuntimeError, match="BatchedELBO"):
         svi.step(torch.ones(3))
     assert svi.evaluate_loss(torch.ones(3)) > 0.0
+
+
+@pytest.mark.parametrize(("sd", "moves"), [(1.4, False), (1.05, True)])
+def test_a_component_inside_a_wider_one_is_no_twin(sd: float, moves: bool) -> None:
+    """KL(N(0, 1) | N(0, 1.4)) is 0.09 nats, the other way 0.14: only both ways tell; of 1.05 0.01."""
+    tril = torch.tensor([[[sd]], [[1.0]]])
+    guide = ngvi.AutoMixtureNormal(
+        of_mixture(torch.zeros(2, 1), tril, torch.ones(2) / 2), 2, init=None
+    )
+    guide()
+    with torch.no_grad():
+        guide.loc.zero_()
+        guide.scale_tril.copy_(tril)
+    optim = ngvi.NGVB(guide)
+    SVI(guide.model, guide, optim, ngvi.BatchedELBO(2)).step()
+    (rule,) = optim._rules.values()
+    params = {name: p.detach() for name, p in guide.natural_params().items()}
+    params["scale_tril"], params["loc"] = tril, torch.zeros(2, 1)
+    state = rule.start(params)
+    state["components"]["count"] += 1000.0  # has waited
+    state["points"][0], state["log_p"][0] = 8.0, 0.0  # missed
+    quantiles = torch.distributions.Normal(0.0, 1.0).icdf((torch.arange(200.0) + 0.5) / 200.0)
+    drawn = {"draws": quantiles[:, None, None] * tril[:, 0], "residuals": torch.zeros(200, 2)}
+    own = {name: state[name] for name in ("components", "weights")}
+    _, _, stays = rule._moved(params, dict(params), own, state, drawn)
+    assert bool(stays) is not moves
