@@ -7,7 +7,17 @@ from operator import itemgetter
 
 import numpy as np
 
-from .weights import FEWEST_OF_PART, MIN_DRAWS, PART, Shift, Slope, Tail, find_tail, smoothed
+from .weights import (
+    FEWEST_OF_PART,
+    MIN_DRAWS,
+    PART,
+    Shift,
+    Slope,
+    Tail,
+    find_tail,
+    log_sum_exp,
+    smoothed,
+)
 
 COARSE = 0.05  # nats of rounding above which equal and unequal weights look alike
 # The bounds were calibrated on the reference posteriors of ``benchmarks.reference_posteriors``: what is
@@ -256,7 +266,7 @@ def khat_from_log_weights(log_weights: np.ndarray, resolution: float = 0.0) -> K
     if not np.isfinite(x.max()):  # a NaN, an infinite weight, or nothing but zeros
         return KHat(float("inf"), threshold, 0.0, x)
     x = x - x.max()
-    normalised = x - np.log(np.exp(x).sum())
+    normalised = x - log_sum_exp(x)
     ess = float(1 / np.exp(2 * normalised).sum())
     # equal weights: the guide is the posterior, and there is no tail to fit
     if -x.min() <= resolution:

@@ -91,7 +91,7 @@ def loo(
         fitted = Fitted(model, guide, args, kwargs)
     fitted.shown = fitted.latent  # a deterministic site may be as large as the data
     name = _site_of(fitted, var_name)
-    one, rows = _rows(fitted, name)
+    one, rows, powers = _rows(fitted, name)
     dims = name_dims({"": {name: one.numpy(force=True)}}, fitted.in_sum, {}, {})[name]
     shape = dict(zip(dims, one.shape, strict=False))
     if len(rows) < one.numel():
@@ -104,11 +104,11 @@ def loo(
         if not weigh and not verdict.ok:
             words = f"loo cannot be relied on here. {verdict.verdict}"
             warnings.warn(words[:240], RuntimeWarning, stacklevel=2)
-        found = _left_out(fitted, draws, name, rows, weigh, batch_size)
+        found = _left_out(fitted, draws, name, rows, powers, weigh, batch_size)
         if found[3].any() and may_draw_more(fitted, draws):
             num_samples *= MORE
             draws = fitted.draw(num_samples, batch_size)
-            found = _left_out(fitted, draws, name, rows, weigh, batch_size)
+            found = _left_out(fitted, draws, name, rows, powers, weigh, batch_size)
     if found.shape[1] > len(rows):  # with those of other processes
         shape = {f"{name}_seen": found.shape[1]}
     return elpd_data(found[0], found[1], found[2], shape, num_samples)
@@ -119,6 +119,7 @@ def _left_out(
     draws: Draws,
     name: str,
     rows: Tensor,
+    powers: Tensor,
     weigh: bool,
     batch_size: int | None,
 ) -> np.ndarray:
@@ -135,9 +136,8 @@ def _left_out(
         return map_draws(fitted.joint, chosen, draws.values, size, batch_size)[""][""]
 
     log_ratio = draws.log_ratio if weigh else np.zeros(size)
-    powers = _powers(fitted, name)[rows].split(max(1, HELD // size))
     smooth = draws.weights.psis_log_weights if weigh else log_ratio - np.log(size)
-    parts = zip(rows.split(max(1, HELD // size)), powers, strict=True)
+    parts = zip(*(x.split(max(1, HELD // size)) for x in (rows, powers)), strict=True)
     found = [
         _one(x, c, log_ratio, smooth)
         for part, of_part in parts
@@ -189,18 +189,15 @@ def _site_of(fitted: Fitted, var_name: str | None) -> str:
     return var_name or names[0]
 
 
-def _rows(fitted: Fitted, name: str) -> tuple[Tensor, Tensor]:
-    """Terms of one draw, and which of them, flat, are not masked."""
-    site = fitted.in_sum[name]
+def _rows(fitted: Fitted, name: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Terms of one draw; which of them, flat, are not masked; and their powers in the posterior, but for
+    what ranks stand for."""
+    site, scale = fitted.in_sum[name], fitted.sites.get(name, {}).get("scale", 1.0)
     one = site_log_prob(site)[0]
-    return one, mask_of(site).expand(one.shape).flatten().nonzero()[:, 0]
-
-
-def _powers(fitted: Fitted, name: str) -> Tensor:
-    """Those of the terms of a site, flat, that the posterior holds, but for what ranks stand for."""
-    one, scale = site_log_prob(fitted.in_sum[name])[0], fitted.sites.get(name, {}).get("scale", 1.0)
+    rows = mask_of(site).expand(one.shape).flatten().nonzero()[:, 0]
     scale = torch.as_tensor(scale, dtype=torch.float64, device=one.device)
-    return (scale / getattr(fitted.whole, "factor", 1.0)).expand(one.shape).flatten()
+    powers = (scale / getattr(fitted.whole, "factor", 1.0)).expand(one.shape).flatten()
+    return one, rows, powers[rows]
 
 
 def data_of(model: Any, guide: Any, args: Any, kwargs: Any, var_name: str | None) -> np.ndarray:
@@ -212,7 +209,7 @@ def data_of(model: Any, guide: Any, args: Any, kwargs: Any, var_name: str | None
     held = observations(fitted.sites, sites_of_kind(fitted.sites, "observed"))
     if name not in held:
         return np.concatenate([x.flatten() for x in held.values()])
-    one, rows = _rows(fitted, name)
+    one, rows, _ = _rows(fitted, name)
     return held[name].reshape(one.numel(), -1)[rows.cpu().numpy()]
 
 
