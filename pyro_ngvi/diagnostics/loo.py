@@ -190,8 +190,8 @@ def _site_of(fitted: Fitted, var_name: str | None) -> str:
 
 
 def _rows(fitted: Fitted, name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Terms of one draw; which of them, flat, are not masked; and their powers in the posterior, but for
-    what ranks stand for."""
+    """Terms of one draw; which of them, flat, are not masked; and the powers of these in the posterior,
+    but for what ranks stand for."""
     site, scale = fitted.in_sum[name], fitted.sites.get(name, {}).get("scale", 1.0)
     one = site_log_prob(site)[0]
     rows = mask_of(site).expand(one.shape).flatten().nonzero()[:, 0]
