@@ -17,6 +17,7 @@ from pyro.util import get_rng_state, set_rng_state
 from torch import Tensor
 from torch.distributions import constraints
 
+from ..linalg.host import is_coarse
 from ..runtime.checks import LatentSupports, check_data, plain_support
 from ..runtime.density import (
     Kind,
@@ -308,7 +309,7 @@ def warn_of_rounding(sites: Sites, values: Mapping[str, Tensor]) -> None:
         near = 4.0 * torch.finfo(x.dtype).eps
         if getattr(support, "event_dim", 1) == 0:  # others have entries that do not vary
             sd, at = x.double().std(0), x.abs().amax(0)
-            coarse = (x != x[0]).any(0) & (sd < 4.0 * near * at)
+            coarse = (x != x[0]).any(0) & is_coarse(at, sd, x.dtype)
             if bool(coarse.any()):
                 dtype = str(x.dtype).removeprefix("torch.")
                 warnings.warn(

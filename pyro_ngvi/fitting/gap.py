@@ -37,6 +37,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ..families.base import Tensors, dot
+from ..linalg.host import is_coarse
 from ..linalg.noise import SharedNoise
 from ..runtime.store import traced_params
 
@@ -100,6 +101,16 @@ class GapMeter:
         self.params: Parts = []
         self.count = self._before = 0  # gradients so far, and before this look
         self._first = self._used = 0
+
+    def resolves(self) -> bool:
+        """Whether the shift of a Hessian product is more than a step between numbers of the dtype."""
+        with self._at_answer():
+            parts = zip(self.families, self.params, strict=True)
+            for family, params in parts:
+                mean, sd = family.mean(params), family.stddev(params)
+                if bool(is_coarse(mean, sd, mean.dtype).any()):
+                    return False
+        return True
 
     def widen(self) -> None:
         """Take twice as many gradients from now on."""

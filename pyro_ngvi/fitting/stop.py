@@ -36,7 +36,7 @@ ROWS, ROWS_EACH = 128, 2
 MOST_GRADIENTS = 80
 #: gradients of Newton steps, in those of a look, and for a stalled run in those that it took
 NEWTON, POLISH = 4, 3
-#: losses in a row that are not finite
+#: steps that are lost, less those that are taken since
 LOST = 20
 #: steps before which a run is not said to settle, by its losses, or to stall, by looks
 SETTLED, STALLED = 40, 100
@@ -51,14 +51,14 @@ class StopRule:
     *near by*, found from gradients there (:mod:`pyro_ngvi.fitting.gap`).  It needs a guide of ours with
     a known Fisher matrix; or Pyro's ``AutoNormal``, ``AutoDiagonalNormal``, ``AutoMultivariateNormal``
     or ``AutoLowRankMultivariateNormal``, with an ELBO of Pyro's and a model that ``vmap`` can run.  For
-    other guides, or where the model has parameters of its own, the rule says "settled": the trimmed
-    mean of the losses of the last quarter of the steps is no more than ``tol`` below that of that
-    before, by a standard error of at most tol / 2; or sweeps of ``CVI`` over all data have no more to
-    fall, by the ratio of their last falls.  That says nothing of what a rate too small leaves to gain.
+    other guides, for means of which float32 hardly resolves the sds, or where the model has parameters
+    of its own, the rule says "settled": the trimmed mean of the losses of the last quarter of the steps
+    is no more than ``tol`` below that of that before, by a standard error of at most tol / 2; or sweeps
+    of ``CVI`` over all data have no more to fall, by the ratio of their last falls.  That says nothing
+    of what a rate too small leaves to gain.
 
-    It looks when the losses have ceased to fall: after step 5 at first, and then after 10 to 25 % more
-    steps, so that its gradients cost about as much as the steps at most.  The run is the same as
-    without it, but for ``newton``.
+    It looks when the losses have ceased to fall: after step 5, and then after 10 to 25 % more steps, so
+    that its gradients cost as much as the steps at most.  But for ``newton`` the run is as without it.
 
     Not for: a loss that changes between steps (``kl_weight`` in a warm-up); posteriors with several
     modes, of which it sees the one at hand.  Whether the best of the family is near the posterior is
@@ -74,10 +74,10 @@ class StopRule:
             an optimizer of ours and a ``BatchedELBO`` of all data, as :func:`pyro_ngvi.fit` lets it.
 
     Attributes:
-        reason: why to stop: "converged"; "settled"; "stalled" (three quarters of the steps have not
-            halved a gap above ``tol``; or, where optimizer or noise hide that, the losses of a quarter
-            fell by at most a tenth of their own sd, by two standard errors); "max_steps"; "max_time";
-            "diverged" (20 losses in a row are not finite); ``None``: go on.
+        reason: why to stop, or ``None``: "converged"; "settled"; "stalled" (three quarters of the steps
+            have not halved a gap above ``tol``; or, where optimizer or noise hide that, the losses of a
+            quarter fell by at most a tenth of their own sd, by two standard errors); "max_steps";
+            "max_time"; "diverged" (20 more steps were skipped, or had no finite loss, than since).
         gap: nats still to gain at the last look (:class:`~pyro_ngvi.fitting.Gap`); ``None``: no look.
         losses: what it has seen, and ``steps``, how many.
         looks: step and gap of each look so far.
@@ -150,7 +150,9 @@ class StopRule:
     def __call__(self, loss: Any, *args: Any, **kwargs: Any) -> bool:
         """Whether to stop after a step whose loss was ``loss``, taken at these arguments."""
         self.losses.append(float(loss))
-        self._lost = 0 if math.isfinite(self.losses[-1]) else self._lost + 1
+        reports = getattr(self.svi.optim, "reports", {}).values()
+        lost = not math.isfinite(self.losses[-1]) or not all(r.finite for r in reports)
+        self._lost = self._lost + 1 if lost else max(0, self._lost - 1)
         self.reason = self._reason(args, kwargs)
         return self.reason is not None
 
@@ -158,8 +160,7 @@ class StopRule:
         if self._lost >= LOST:
             return "diverged"
         if self.tol and self.steps >= self._next and not self._lost:
-            found = self._look(args, kwargs)
-            if found is not None:
+            if (found := self._look(args, kwargs)) is not None:
                 return found
         if self.max_steps is not None and self.steps >= self.max_steps:
             return "max_steps"
@@ -219,10 +220,9 @@ class StopRule:
     def _stalls(self) -> bool:
         """Whether the steps of the last three quarters have not halved a gap that stays above tol."""
         since = [gap for steps, gap in self.looks if 4 * steps >= self.steps]
-        if self.steps < STALLED or len(since) < 4:
-            return False
         above = all(gap.curved and gap.nats - gap.error > self.tol for gap in since)
-        return above and since[0].nats < 2.0 * since[-1].nats
+        enough = self.steps >= STALLED and len(since) >= 4
+        return enough and above and since[0].nats < 2.0 * since[-1].nats
 
     def _is_flat(self, fall: float, error: float) -> bool:
         """Whether the losses of a quarter fell by a tenth of their own sd at most, by two errors: which
@@ -290,7 +290,8 @@ class StopRule:
             with own_random_state(number + s):
                 return gradient(*own, **kwargs)
 
-        return GapMeter(blocks, numbered, pieces, sees_all=sees_all)
+        meter = GapMeter(blocks, numbered, pieces, sees_all=sees_all)
+        return meter if meter.resolves() else None
 
     def _loss_and_grads(self, loss: Any, particles: int) -> Callable[..., Any]:
         """That of the loss, with more particles where they are batched."""

@@ -154,3 +154,8 @@ def outside_modes(function: Callable[[], T]) -> T:
     """Call it where no mode of torch holds (vmap, grad, inference, tracing): in a thread of its own."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(function).result()
+
+
+def is_coarse(x: Tensor, sd: Tensor, dtype: torch.dtype) -> Tensor:
+    """Where numbers of the dtype around ``x`` are a sixteenth of this sd apart, or more."""
+    return sd < 16.0 * torch.finfo(dtype).eps * x.abs()

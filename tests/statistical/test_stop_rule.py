@@ -450,3 +450,45 @@ def test_steps_with_minibatches_are_left_alone():
         svi.step(X, Y)
         stop = ngvi.StopRule(svi)
         assert stop._meter((X, Y), {}).sees_all is False
+
+
+def test_where_float32_does_not_resolve_a_shift_losses_end_the_run():
+    """Numbers near 10^5 are .0078 apart, a shift of .05 sds is .003: differences of gradients are those
+    of rounding."""
+    torch.set_default_dtype(torch.float32)
+    pyro.set_rng_seed(0)
+    y = 1e5 + torch.randn(100)
+
+    def model() -> None:
+        m = pyro.sample("m", dist.Normal(1e5, 1e3))
+        with pyro.plate("data", 100):
+            pyro.sample("y", dist.Normal(m, 1.0), obs=y)
+
+    guide: Any = ngvi.AutoMeanFieldNormal(model)
+    svi = SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
+    stop = ngvi.StopRule(svi, max_steps=300)
+    while not stop(svi.step()):
+        pass
+    assert stop.reason == "settled" and not stop.looks
+    held = {k: p.detach() for k, p in guide.natural_params().items()}
+    assert float(guide.family.stddev(held)) == pytest.approx(0.1, rel=0.02)
+
+
+def test_a_run_that_skips_most_of_its_steps_has_diverged():
+    """Its losses are finite, gradients are not at three steps of four: two are left of each four."""
+    pyro.set_rng_seed(0)
+    steps = 0
+
+    def model() -> None:
+        x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        if steps % 4:  # whose gradient is infinite
+            pyro.factor("f", (0.0 * x).square().sqrt())
+
+    guide: Any = ngvi.AutoMeanFieldNormal(model, init=None)
+    svi = SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(2))
+    stop = ngvi.StopRule(svi, max_steps=100)
+    with pytest.warns(RuntimeWarning, match="skipped a step"):
+        while not stop(svi.step()):
+            steps += 1
+    assert all(map(math.isfinite, stop.losses))
+    assert stop.reason == "diverged" and 38 <= stop.steps <= 42
