@@ -25,6 +25,7 @@ from ..sites.site_guide import SiteGuide
 from .advice import Structure, way_of_effect
 from .batches import Epoch
 from .ladder import FLOW, Rung, modes_seen
+from .plot import plot_steps
 
 #: latent variables times data up to which a fit is diagnosed by short chains unasked
 LITTLE = 10_000
@@ -37,7 +38,7 @@ VALUES = 1_000_000_000
 #: data above which their likelihoods and predictions at 1,000 draws are not held unasked: 400 MB each
 MANY = 100_000
 #: what is read off a fit, and kept until its next step
-READ = "khat", "diagnosis", "verdict", "idata", "_structure", "_first"
+READ = "khat", "diagnosis", "verdict", "_verdict_in_words", "_idata", "_structure", "_first"
 
 
 class Result:
@@ -96,8 +97,8 @@ class Result:
         return np.array(self.stop.losses)
 
     @property
-    def _gap(self) -> Any:
-        """That of the last look, if it is not of long ago."""
+    def gap(self) -> Any:
+        """The nats still to gain at the last look of the stop rule, ``None`` where that is long ago."""
         late = self.stop.looks and 4 * self.stop.looks[-1][0] >= 3 * self.steps
         return self.stop.gap if late else None
 
@@ -162,7 +163,7 @@ class Result:
                 return self.diagnosis
         return self.khat
 
-    @property
+    @cached_property
     def _verdict_in_words(self) -> str:
         """The verdict, and the way on; that comes first where the verdict is of one mode of several."""
         verdict, way = self.verdict.verdict, self._way_on()
@@ -252,10 +253,18 @@ class Result:
         """The ELBO of the guide in nats, and its standard error."""
         return self.khat.elbo, self.khat.elbo_error
 
-    @cached_property
+    @property
     def idata(self) -> Any:
         """Draws in ArviZ's container, as :func:`pyro_ngvi.to_arviz` gives them by default; without the
-        log likelihoods and predictions of more than 100,000 data, which :meth:`loo` does not need."""
+        log likelihoods and predictions of more than 100,000 data, which :meth:`loo` does not need.  Its
+        ``attrs["verdict"]`` is that of k-hat until another is asked for: by ``print``, say."""
+        if "verdict" in vars(self):
+            words = {"decision": self.verdict.decision, "verdict": self._verdict_in_words}
+            self._idata.attrs.update(words)
+        return self._idata
+
+    @cached_property
+    def _idata(self) -> Any:
         held = not (self.is_spread or self._is_stream) and self._structure.data <= MANY
         groups = dict.fromkeys(("log_likelihood", "posterior_predictive"), held)
         return self.to_arviz(num_samples=self._draws, seed=0, **groups)
@@ -271,7 +280,7 @@ class Result:
 
     def summary(self, **options: Any) -> Any:
         """ArviZ's table with the verdict under it: :func:`pyro_ngvi.summary`."""
-        self.idata.attrs.update(decision=self.verdict.decision, verdict=self._verdict_in_words)
+        self.verdict  # noqa: B018
         return diagnostics.summary(self.idata, **options)
 
     def loo(self, var_name: str | None = None) -> Any:
@@ -307,32 +316,14 @@ class Result:
         Args:
             ax: matplotlib ``Axes``, which are returned; ``None`` for those of a new figure.
         """
-        from matplotlib import pyplot
-
-        ax, elbo = ax or pyplot.subplots()[1], -self.losses
-        steps = np.arange(1, len(elbo) + 1)
-        ax.plot(steps, elbo, ".", markersize=3, alpha=0.4, label="ELBO of a step")
-        last = elbo[-max(2, len(elbo) // 4) :]
-        level = float(last[np.isfinite(last)].mean()) if np.isfinite(last).any() else 0.0
-        gap = self._gap
-        if gap is not None and np.isfinite(gap.nats):
-            top = level + max(gap.nats, 0.0) + gap.error
-            ax.axhspan(level, top, color="tab:orange", alpha=0.3, label="still to gain")
-        for k, _ in self.stop.looks:
-            ax.axvline(k, color="0.8", linewidth=0.5, zorder=0)
-        if np.isfinite(elbo).any():
-            ax.set_ylim(min(np.quantile(elbo[np.isfinite(elbo)], 0.05), level - 1.0), None)
-        ax.set_xlabel("step")
-        ax.set_ylabel("ELBO [nats]")
-        ax.legend()
-        return ax
+        return plot_steps(self, ax)
 
     def __repr__(self) -> str:
         return "\n".join(self._lines())
 
     def _lines(self) -> list[str]:
         lines = [f"Fit: {self.advice}"]
-        gap = self._gap
+        gap = self.gap
         left = f", {gap.nats:.2g} +- {gap.error:.1g} nats to go" if gap is not None else ""
         tier, reason = getattr(self.svi, "tier", ""), getattr(self.svi, "reason", "")
         how = f" ({tier}{', since ' * bool(reason)}{reason})" if tier else ""

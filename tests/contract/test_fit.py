@@ -150,6 +150,11 @@ def test_only_a_truth_value_of_a_callback_ends_a_fit() -> None:
 def test_the_table_has_the_verdict_of_the_fit() -> None:
     fit = ngvi.fit(units, torch.tensor([1.0, 2.0, 0.0]), seed=0, max_steps=5, progress=False)
     other = " Or take fit.to_arviz(corrected=True), which has its own verdict."
+    assert fit.idata.attrs["verdict"] == fit.khat.verdict
+    str(fit)
+    assert fit.idata.attrs["verdict"] != fit.khat.verdict
+    assert fit.idata.attrs["decision"] == fit.verdict.decision
+    assert fit.idata.attrs["verdict"] == fit.summary().attrs["verdict"]
     assert fit.summary().attrs["verdict"] == fit.verdict.verdict + other * (not fit.verdict.ok)
     assert isinstance(fit.verdict, ngvi.diagnostics.Diagnosis)
 
