@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import operator
 import os
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 
 from ..compiled import CompiledSVI
 from ..compiled import compile as compile_svi
-from ..diagnostics import diagnose, khat, loo, predict, to_arviz
 from ..distributed import wrap
 from ..distributed.processes import rank
 from ..guides.laplace import ending_by
@@ -32,6 +30,7 @@ from ..runtime.store import ModuleParams
 from .advice import Advice, Structure, advise
 from .batches import Batches
 from .checkpoint import called, collect, restore, write
+from .door import check_guide_of, check_names, is_true, take_guide
 from .ladder import climb
 from .progress import Progress, signals
 from .result import Result
@@ -43,8 +42,6 @@ EVERY = 60.0
 LONG = 5.0, 300
 #: share of ``max_time`` that the search of a start may take
 SEARCH = 0.5
-#: what a fit is read by, whose options have names that an argument of the model cannot have
-READERS = to_arviz, khat, diagnose, loo, predict
 
 
 class Fit(Result):
@@ -66,7 +63,7 @@ class Fit(Result):
         compile: bool | str = False,
         distributed: Mapping[str, Any] | None = None,
     ) -> None:
-        _check_names(kwargs)
+        check_names(kwargs)
         super().__init__(advice.model, args, kwargs)
         self.advice = advice
         self.svi: Any = advice.svi()
@@ -84,6 +81,7 @@ class Fit(Result):
         self._saved: dict[str, Any] | None = None
         self._path: Any = None
         self._params: dict[str, Tensor] = {}
+        self._own = object()
 
     def resume(
         self,
@@ -107,11 +105,12 @@ class Fit(Result):
             max_steps: as for :func:`pyro_ngvi.fit`, and the others below it.
         """
         if args or kwargs:
-            _check_names(kwargs)
+            check_names(kwargs)
             self.args, self.kwargs = args, kwargs
         if data is not None:
             self.batches = Batches(data)
             self.stop.batches = Batches(data)
+        take_guide(self.svi.guide, self._own)
         self.put_back()
         self._params = {}  # not to be put back in the middle of the run
         stop = self.stop
@@ -134,7 +133,7 @@ class Fit(Result):
                 while True:
                     ended = self._step(bar)
                     # a list, so that all of them are called
-                    asked = [_is_true(callback(self)) for callback in callbacks]
+                    asked = [is_true(callback(self)) for callback in callbacks]
                     reasons = [*noted, *[stop.reason] * ended, *["callback"] * any(asked)]
                     why = next(iter(reasons), None)
                     why = why if self.distributed is None else self.svi.agreed(why)
@@ -204,6 +203,7 @@ class Fit(Result):
 
     def put_back(self) -> None:
         """Restore parameters that another fit has trained on, and what was loaded from a file."""
+        check_guide_of(self.svi.guide, self._own)
         for name, p in pyro.get_param_store().named_parameters():
             if name in self._params:
                 p.data.copy_(self._params[name])
@@ -291,7 +291,7 @@ def fit(
         >>> fit.why_stopped, fit.guide.median()["m"].round()
         ('converged', tensor(2.))
     """
-    _check_names(kwargs)
+    check_names(kwargs)
     if seed is not None:
         pyro.set_rng_seed(operator.index(seed))  # of NumPy's integers too
     by_ladder = isinstance(guide, str) and guide == "auto"
@@ -326,21 +326,3 @@ def fit(
     if checkpoint is not None:
         best.save(checkpoint)
     return best
-
-
-def _check_names(kwargs: Mapping[str, Any]) -> None:
-    """Keyword arguments of the model go to what reads a fit, beside options of its own."""
-    for reader in READERS:
-        options = inspect.signature(reader).parameters.values()
-        taken = {p.name for p in options if p.kind is p.KEYWORD_ONLY} & kwargs.keys()
-        for name in sorted(taken):
-            raise ValueError(
-                f"{name!r}, an argument of the model, is also an option of {reader.__name__}, which "
-                f"reads a fit. Pass functools.partial(model, {name}=...) as the model."
-            )
-
-
-def _is_true(answer: Any) -> bool:
-    """Whether a callback says by a truth value, not by what it happens to return, that it is enough."""
-    kind, entries = getattr(answer, "dtype", type(answer)), getattr(answer, "shape", ())
-    return kind in (bool, torch.bool) and not entries and bool(answer)

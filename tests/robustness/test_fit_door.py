@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any, cast
 
@@ -100,3 +101,22 @@ def test_data_at_the_edge_of_their_support_are_named() -> None:
         fit = ngvi.fit(beta, y, progress=False, seed=0)
     assert fit.why_stopped == "diverged"
     assert "at all of them for 1 of 20 values of 'y'. Does the support" in str(fit)
+
+
+def test_a_fit_whose_guide_was_trained_by_another_is_not_read() -> None:
+    """Its draws would be those of the other."""
+    guide = ngvi.AutoFullRankNormal(model)
+    how: Any = {"progress": False, "seed": 0}
+    first = ngvi.fit(model, Y, guide=guide, **how)
+    apart = ngvi.fit(model, Y + 5.0, guide=copy.deepcopy(guide), **how)
+    mean = float(first.sample(100, seed=0)["m"].mean())
+    second = ngvi.fit(model, Y + 5.0, guide=guide, **how)
+    for read in (lambda: first.sample(1), lambda: first.idata, lambda: first.predict(None)):
+        with pytest.raises(ValueError, match="was given to a later one"):
+            read()
+    assert float(second.sample(100)["m"].mean()) > mean + 1.0
+    assert float(apart.sample(100)["m"].mean()) > mean + 1.0
+    first.resume(progress=False)
+    assert float(first.sample(100, seed=0)["m"].mean()) == pytest.approx(mean, abs=0.2)
+    with pytest.raises(ValueError, match="was given to a later one"):
+        second.sample(1)
