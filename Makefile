@@ -4,12 +4,14 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 DOCS_STAMP := .venv/.installed-docs
 BENCH_STAMP := .venv/.installed-bench
-PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check -c constraints.txt
+# Python compiles what it imports on first use: pip would compile all there is, on one core, half of its time.
+PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check --no-compile -c constraints.txt
+unexport PYTHONDONTWRITEBYTECODE
 # One process per core, each with one thread: threads of several test processes would only fight for the cores.
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(min(len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1, 16))")
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 LATEST_INSTALL := .venv-latest/bin/pip install --disable-pip-version-check --upgrade --upgrade-strategy eager
-PYTEST := OMP_NUM_THREADS=1 MPLBACKEND=Agg $(BIN)/python -m pytest -n $(WORKERS)
+PYTEST := OMP_NUM_THREADS=1 MPLBACKEND=Agg $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: quickstart test test-slow test-latest lint tutorials tutorials-long docs package elsewhere bench clean
 
