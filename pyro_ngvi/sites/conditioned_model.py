@@ -96,7 +96,7 @@ class WhitenedRun(Conditioned):
         replace: values for predictors by place.
         look_at: places whose values ``seen`` has after the run, which stops there unless it is to
             ``go_on``; ``None`` for copies of all values.
-        makers: what makes single Gaussian processes, from noise of another length.
+        makers: what makes single Gaussian processes ``fn``, from noise of another length.
         at_mean: the noise counts as 0 whatever its length, and no kernel matrix is factored.
     """
 
@@ -186,7 +186,7 @@ class WhitenedRun(Conditioned):
             own = noise[self.used : self.used + size]
         own = own.to(fn.initial_loc if isinstance(fn, GaussianStateSpace) else fn.loc)
         if maker is not None:
-            value = maker(own)
+            value = maker(own, fn)
         elif direct:
             value = own
         elif process and (self._at_mean or TensorRef(site=name) in self.replace):

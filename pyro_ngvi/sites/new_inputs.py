@@ -38,11 +38,15 @@ class Maker:
     def size(self) -> int:
         return self.design.shape[-1]
 
-    def __call__(self, noise: Tensor) -> Tensor:
+    def __call__(self, noise: Tensor, fn: GaussianProcess) -> Tensor:
         return self.offset + self.design @ noise
 
-    def plus(self, shift: Tensor) -> Maker:
-        return Maker(self.design, self.offset + shift)
+
+class OnMean(Maker):
+    """The same on top of mean(X), which may depend on sites before the process: that of each run."""
+
+    def __call__(self, noise: Tensor, fn: GaussianProcess) -> Tensor:
+        return fn.loc + super().__call__(noise, fn)
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,10 @@ class Regression(Maker):
     root: Tensor
     level: Tensor
     marks: tuple[Tensor, ...]
+
+    def plus(self, shift: Tensor | float = 0.0) -> OnMean:
+        """The process at these inputs, a ``shift`` (N,) above its regression."""
+        return OnMean(self.design, torch.as_tensor(shift).to(self.offset))
 
     def at(self, index: Tensor) -> Regression:
         """f at the inputs of these numbers (n,), of which each may come several times."""
@@ -135,7 +143,7 @@ class KnownInputs(nn.Module):
         moved, (before, *last) = self.moved(call.block), self._joint.value or ({},)
         maps = {n: regress(fn, self.at(n), before.get(n)) for n, fn in moved.items()}
         probe = fixed_normal(len(q.mean), seed=len(q.mean)).to(q.mean)
-        probe = call.flat_block(probe, maps)
+        probe = call.flat_block(probe, {n: at.plus() for n, at in maps.items()})
         marks = [evidence, *maps.values()]
         if self._joint.get(marks, [probe]) is not None:
             return last[0], last[1]
@@ -158,19 +166,23 @@ class KnownInputs(nn.Module):
         return mean, root
 
     def variances(self, call: BoundModel, q: Any) -> tuple[Tensor, Tensor] | None:
-        """Means and variances (D,) without a factor; ``None`` where other sites see the process."""
+        """Means and variances (D,) without a factor; ``None`` where other sites see a process."""
         found = {name: regress(fn, self.at(name)) for name, fn in self.moved(call.block).items()}
+        makers = {name: at.plus() for name, at in found.items()}
 
         def flat(noise: Tensor) -> Tensor:
-            return call.flat_block(noise, found)
+            return call.flat_block(noise, makers)
 
         mean = flat(q.mean)
         none = {n: mean.new_zeros(fn.shape().numel()) for n, fn in call.block.items()}
         rest = torch.cat([found[n].rest if n in found else zero for n, zero in none.items()])
-        # where other sites depend on a process its rest moves them too
-        moved = call.flat_block(q.mean, {n: at.plus(at.rest) for n, at in found.items()})
-        if any(x.any() for n, x in call.by_site(moved != mean).items() if n not in found):
-            return None
+        for (
+            name,
+            at,
+        ) in found.items():  # where other sites depend on a process its rest moves them too
+            moved = call.flat_block(q.mean, makers | {name: at.plus(at.rest)})
+            if any(x.any() for n, x in call.by_site(moved != mean).items() if n != name):
+                return None
         return mean, moves(flat, q.half()).square().sum(0) + rest
 
     def __getstate__(self) -> dict[str, Any]:

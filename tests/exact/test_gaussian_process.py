@@ -93,6 +93,36 @@ def test_prediction_at_new_inputs_is_exact(count):
     torch.testing.assert_close(guide.predict(X)["f"][0], guide.get_posterior().mean)
 
 
+@pytest.mark.parametrize("mean", ["number", "function", "values", "process"])
+def test_a_mean_that_is_another_site_is_followed_to_new_inputs(mean):
+    """f ~ GP(b, k), where b is a number with a prior in one of three forms, or a process itself."""
+    X, y = data(15)
+    new, kernel, wide = torch.linspace(-1, 8, 4), Matern(), Matern(4.0, 3.0)
+
+    def model(X, y=None):
+        if mean == "process":
+            b: Any = pyro.sample("b", GaussianProcess(wide, X, mean=10.0, jitter=JITTER))
+        else:
+            b = pyro.sample("b", dist.Normal(10.0, 2.0))
+        means = {"function": lambda x: b + 0.0 * x, "values": b.expand(len(X))}
+        f = pyro.sample("f", GaussianProcess(kernel, X, mean=means.get(mean, b), jitter=JITTER))
+        with pyro.plate("data", len(X)):
+            pyro.sample("y", dist.Normal(f, NOISE), obs=y)
+
+    guide, _ = trained(model, X, y + 10.0, 1)
+    both, one = torch.cat([X, new]), torch.eye(19)
+    B = wide(both) + JITTER * one if mean == "process" else torch.full((19, 19), 4.0)
+    K = B + kernel(both) + JITTER * one
+    gain = torch.linalg.solve(K[:15, :15] + NOISE**2 * torch.eye(15), K[:15, 15:]).mT
+    C = K[15:, 15:] - gain @ K[:15, 15:]
+    found = guide.predict(new)["f"]
+    torch.testing.assert_close(found[0], 10.0 + gain @ y, rtol=0, atol=1e-9)
+    torch.testing.assert_close(found[1], C.diagonal(), rtol=0, atol=1e-9)
+    q = guide.get_posterior(new)  # draws
+    torch.testing.assert_close(q.mean[-4:], found[0], rtol=0, atol=1e-9)
+    torch.testing.assert_close(q.covariance_matrix[-4:, -4:], C, rtol=0, atol=1e-9)
+
+
 def test_draws_at_new_inputs_have_their_density():
     X, y = data(20)
     new = torch.linspace(-1, 6, 5)
