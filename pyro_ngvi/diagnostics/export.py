@@ -211,7 +211,7 @@ def to_arviz(
             )
         call = ((), predictions) if isinstance(predictions, Mapping) else (predictions, {})
         new = NewData(model, {name: values[name] for name in fitted.latent}, *call)
-        for note in new.same_units():
+        for note in [*new.same_units(), *new.same_rows()]:
             warnings.warn(note, stacklevel=2)
         with random_state(seed, PREDICTIONS):
             drawn = per_draw(new.draw(None, batch_size, small=True))

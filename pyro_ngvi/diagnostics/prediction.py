@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from pyro.infer.autoguide import AutoGuide
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import Independent
+from torch.utils._pytree import tree_map
 
 from ..runtime.density import Site, Sites, site_kind, site_log_prob
 from ..runtime.model_density import Parts, map_draws, without_plates
@@ -46,7 +48,8 @@ def predict(
     A guide knows the units that it was trained on. A latent site with a value for each of them (a
     plate over rows, not over groups) is refused where the new arguments give it another size, and
     comes with a warning where it has the same, since the new rows may be other units. For other units
-    name the site in ``from_prior``. A process over the inputs follows to new ones by ``AutoSites``.
+    name the site in ``from_prior``. A process over the inputs follows to new ones where the guide is
+    ``AutoSites``; kept draws and other guides know it at the inputs of the fit alone.
 
     Args:
         model: the Pyro model. If a keyword argument of it has the name of an option here, bind it
@@ -86,7 +89,7 @@ def predict(
         try:
             with random_state(seed):
                 values, _ = guide_draws(bound, 1000 if num_samples is None else num_samples)
-        except (TypeError, AttributeError) as error:
+        except (TypeError, AttributeError, RuntimeError) as error:
             raise ValueError(
                 f"The guide cannot run on these arguments: {error}. If it reads the data, pass "
                 f"draws in its place: predict(model, to_arviz(model, guide, X, y), X_new)."
@@ -97,6 +100,9 @@ def predict(
     notes = fixed_parameters(new.program, new.sites, new.values)
     if from_prior is None and (isinstance(guide, AutoGuide) or not callable(guide)):
         notes += new.same_units()
+        parts = guide.modules() if isinstance(guide, AutoGuide) else ()
+        if not any(hasattr(part, "holds_sites") for part in parts):  # whose processes follow
+            notes += new.same_rows()
     for note in notes:
         warnings.warn(note, stacklevel=2)
     with random_state(seed, PREDICTIONS):
@@ -135,6 +141,7 @@ class NewData:
         from_prior: Collection[str] | None = None,
         may_lack: bool = False,
     ) -> None:
+        self.model, self.call = model, (args, dict(kwargs))
         self.program = partial(model, *args, **kwargs)
         self.num_samples = len(next(iter(values.values()), ()))
         dotted = {_dotted(name): x for name, x in values.items()}
@@ -183,10 +190,34 @@ class NewData:
         how = self.num_samples, batch_size, small
         return simulate(program, self.observed, names, self.values, *how)
 
+    @property
+    def _plates(self) -> dict[str, int]:
+        """Plates of new data, and how many rows they have."""
+        drawn = [self.sites[n] for n in self.new if site_kind(self.sites[n]) != "deterministic"]
+        return {frame.name: frame.size for site in drawn for frame in site["cond_indep_stack"]}
+
+    def same_rows(self) -> list[str]:
+        """Warnings about latent vectors with an entry for each row: with fewer rows they have fewer."""
+        notes = []
+        for plate, size in self._plates.items():
+            shapes = {name: self.sites[name]["fn"].shape() for name in self.values}
+            alike = [n for n in shapes if size > 1 and size in self.sites[n]["fn"].event_shape]
+            fewer: Sites = {}
+            with suppress(Exception):  # whatever a model has against other arguments
+                args, kwargs = tree_map(partial(_without_last, size=size), self.call)
+                fewer = look(partial(self.model, *args, **kwargs), {}) if alike else {}
+            notes += [
+                f"The latent site {name!r} has an entry for each row of the new data in {plate!r}; its "
+                f"draws are of the rows of the fit. For a function at new inputs predict by its "
+                f"AutoSites guide, or fit with them, masked; from_prior=[] for the same rows."
+                for name in alike
+                if name in fewer and fewer[name]["fn"].shape() != shapes[name]
+            ]
+        return notes
+
     def same_units(self) -> list[str]:
         """A warning about latent sites in the plates of new data, if there are any."""
-        drawn = [self.sites[n] for n in self.new if site_kind(self.sites[n]) != "deterministic"]
-        plates = {frame.name for site in drawn for frame in site["cond_indep_stack"]}
+        plates = self._plates
         return [
             f"The latent site {name!r} lies in the plate {frame.name!r} with the new data, whose "
             f"rows are taken for the units that the guide was trained on. For other units: "
@@ -195,6 +226,11 @@ class NewData:
             for frame in self.sites[name]["cond_indep_stack"]
             if frame.vectorized and frame.name in plates
         ]
+
+
+def _without_last(x: Any, size: int) -> Any:
+    """An argument of the model without its last row, where it has so many."""
+    return x[:-1] if isinstance(x, Tensor) and x.shape[:1] == (size,) else x
 
 
 def simulate(
@@ -260,7 +296,8 @@ class _AtFirstDraw(Messenger):
         if value.shape != shape:
             raise ValueError(
                 f"The latent site {name!r} has shape {tuple(value.shape)} in the posterior and "
-                f"{shape} here. For units new to the guide: predict(..., from_prior=[{name!r}])."
+                f"{shape} here. For units new to the guide: predict(..., from_prior=[{name!r}]). For a "
+                f"function at new inputs: predict by its AutoSites guide, or fit with them, masked."
             )
         msg["value"], msg["done"] = value, True
 

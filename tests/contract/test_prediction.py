@@ -224,6 +224,30 @@ def test_latent_sites_of_each_row() -> None:
         ngvi.predict(schools, guide, new, from_prior=["eta"])
 
 
+def test_a_function_at_the_rows_is_not_taken_for_one_at_others() -> None:
+    """Two latent vectors with as many entries as there are rows: coefficients, and values at inputs."""
+    kernel: Any = gp.kernels.RBF(1).requires_grad_(False)
+
+    def process(X: Tensor, y: Tensor | None = None) -> None:
+        w = pyro.sample("w", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        f = pyro.sample("f", ngvi.distributions.GaussianProcess(kernel, X[:, 0]))
+        with pyro.plate("unit", len(X)):
+            pyro.sample("y", dist.Normal(X @ w + f, 0.5), obs=y)
+
+    X, y = torch.randn(3, 3), torch.randn(3)
+    guide = AutoMultivariateNormal(process)
+    idata = ngvi.to_arviz(process, guide, X, y, num_samples=50, seed=0)
+    for kept in (guide, idata):
+        with pytest.warns(UserWarning, match="'f' has an entry for each row") as seen:
+            ngvi.predict(process, kept, X + 5.0, num_samples=20)
+        assert len(seen) == 1
+        ngvi.predict(process, kept, X + 5.0, num_samples=20, from_prior=[])
+        with pytest.raises(ValueError, match="function at new inputs: predict by its AutoSites"):
+            ngvi.predict(process, kept, X[:2])
+    with pytest.warns(UserWarning, match="'f' has an entry for each row"):
+        ngvi.to_arviz(process, guide, X, y, num_samples=50, predictions=(X + 5.0,))
+
+
 def test_guides_of_other_models_are_refused(data: Any) -> None:
     X, y, new = data
     decentred = poutine.reparam(schools, config={"theta": LocScaleReparam(0.0)})
