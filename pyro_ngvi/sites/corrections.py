@@ -18,9 +18,9 @@ entries e of He_n(u_e), n how often e is in w, and
 up to l = 3.  A sum c over pairs counts as c / (1 + c^2)^(1/2): where it is not small, (2) is no
 expansion, and far out it would grow without bound.
 
-Where outliers have sites of negative precision q / t_j need not be proper, and E r_j be infinite: a
-datum with squared coefficients of degree 1 and, halved, 2 of more than 1 counts as exp of its first two
-cumulants,
+Where outliers have sites of negative precision q / t_j of others need not be proper, and E r_j be
+infinite: such a datum with squared coefficients of degree 1 and, halved, 2 of more than 1 counts as exp
+of its first two cumulants,
 
     log E r_j  ->  E log r_j + var(log r_j) / 2,       a_jw  ->  E[He_w(u_j) log r_j].
 
@@ -143,6 +143,14 @@ def tilts(at: Snapshot, joint: Joint, far: Far, half: Tensor, t: Tensor) -> Tens
     return total
 
 
+def _is_proper(at: Snapshot, shared: Shared, root: Tensor) -> Tensor:
+    """Whether q(f) / t(f) is a Gaussian, (n,), for all data that see each f, of covariance S S'."""
+    precision = torch.zeros_like(root)
+    for name, (owner, slope) in shared.data.items():
+        precision.index_add_(0, owner, slope.mT @ at.sites[name][1] @ slope)
+    return torch.linalg.eigvalsh(root.mT @ precision @ root)[:, -1] < 1.0
+
+
 class CorrectedEvidence(NamedTuple):
     """log p(y) by (2) in nats, and the size of its part of second order; ``slope`` is the largest
     |E_q d log r / df| in nats a standard deviation, 0 at the optimum of q; ``far`` is by k which data
@@ -168,6 +176,7 @@ def corrected_evidence(at: Snapshot, joint: Joint) -> CorrectedEvidence:
         share, x = (log_r + points.weights.log().unsqueeze(-1)).softmax(0), points.x
         moments = torch.einsum("qn,qi,qj->nij", share - points.weights.unsqueeze(-1), x, x)
         far[k] = (share.mT @ x).square().sum(-1) + 0.5 * moments.square().sum((-2, -1)) > 1.0
+        far[k] &= ~_is_proper(at, shared, root[k])
         log_mean, a[k] = _averages(log_r, points, far[k])
         center = points.weights @ log_r
         bound, gain = bound + center.sum(), gain + (log_mean - center).sum()
@@ -211,11 +220,12 @@ def component_of(at: Snapshot, names: Sequence[str]) -> Component:
         # what no datum moves is a point, and a table needs some width
         sd = sd.clamp_min(torch.finfo(sd.dtype).eps * (1.0 + mean.abs()))
         tilt = tilts(at, joint, evidence.far, half, nodes(half))
-        if not bool(tilt.isfinite().all()):
+        bad = ~((tilt < torch.inf).all(-1) & (tilt > -torch.inf).any(-1))
+        if bool(bad.any()):
             raise ValueError(
-                f"AutoSites.marginals: for {int((~tilt.isfinite()).any(-1).sum())} entries of {name!r} "
-                f"the likelihood is 0, or not a number, within {REACH:g} standard deviations. Take one "
-                f"that allows all values of its predictor."
+                f"AutoSites.marginals: for {int(bad.sum())} entries of {name!r} the likelihood is not "
+                f"a number, or 0 all over, within {REACH:g} standard deviations. Look for overflow in "
+                f"the model; take a likelihood that allows all values of its predictor."
             )
         parts[name] = Tilted.of(mean, sd, tilt)
     return Component(joint, parts, evidence)

@@ -2,8 +2,10 @@ r"""Densities of single numbers: Gaussians that are tilted, their mixtures, and 
 
     p(x) propto N(x; m, s^2) exp(c(t)),   t = (x - m) / s,   |t| <= REACH,
 
-c, the logarithm of what makes the difference from the Gaussian, is known at even steps of t, and a
-natural cubic spline between.
+c, the logarithm of what makes the difference from the Gaussian, is known at even steps of t, and cubic
+between: the natural spline, or, where that would swing as c bends by more than ``SHARP`` in a step, as
+at the edge of what a likelihood allows, a curve that rises and falls as its nodes do (Fritsch & Butland
+1984, "A method for constructing local monotone piecewise cubic interpolants", SIAM J. Sci. Comput. 5).
 """
 
 from __future__ import annotations
@@ -18,6 +20,9 @@ from torch import Tensor
 #: standard deviations to either side, points at which the tilt is known, and points of a table
 REACH, NODES, TABLE = 7.0, 29, 801
 STEP = 2.0 * REACH / (NODES - 1)
+#: nats by which a tilt bends within a step at most for a spline; nats below the largest density where
+#: bends do not matter, and that count as nothing
+SHARP, LITTLE, NOTHING = 4.0, 10.0, 60.0
 #: standard deviation of the kernel of weighted points, in theirs
 KERNEL = 0.05
 
@@ -28,22 +33,25 @@ def nodes(like: Tensor) -> Tensor:
 
 
 class Tilted(NamedTuple):
-    """D such densities: means and sds (D,) of the Gaussians, c and c'' (NODES, D) of the tilts."""
+    """D such densities: means and sds (D,) of the Gaussians, c and c' (NODES, D) of the tilts."""
 
     mean: Tensor
     sd: Tensor
     tilt: Tensor
-    bend: Tensor
+    slope: Tensor
 
     @classmethod
     def of(cls, mean: Tensor, sd: Tensor, log_ratio: Tensor) -> Tilted:
         """From the tilt c (D, NODES) at :func:`nodes`, each up to a constant."""
-        tilt = (log_ratio - log_ratio.amax(-1, keepdim=True)).mT.contiguous()
-        second = torch.zeros_like(tilt)
-        A = torch.eye(NODES - 2, dtype=tilt.dtype, device=tilt.device)
-        A = 4.0 * A + A.roll(1, 0).tril() + A.roll(-1, 0).triu()
-        second[1:-1] = torch.linalg.solve(A, tilt.diff(n=2, dim=0) * (6.0 / STEP**2))
-        made = cls(mean, sd, tilt, second)
+        square = 0.5 * nodes(log_ratio).square()
+        log_p = log_ratio - square
+        log_p = (log_p - log_p.amax(-1, keepdim=True)).clamp_min(-NOTHING)
+        tilt = (log_p + square).mT.contiguous()
+        bends = tilt.diff(n=2, dim=0)
+        near = log_p.mT.unfold(0, 3, 1).amax(-1) > -LITTLE
+        sharp = (near & (bends.abs() > SHARP)).any(0)
+        slope = torch.where(sharp, _of_monotone(tilt), _of_spline(tilt, bends))
+        made = cls(mean, sd, tilt, slope)
         t = torch.linspace(-REACH, REACH, TABLE, dtype=mean.dtype, device=mean.device)
         mass = torch.trapezoid(made.relative(t.unsqueeze(-1).expand(-1, len(mean))), t, dim=0)
         return made._replace(tilt=tilt - mass.log())
@@ -55,9 +63,9 @@ class Tilted(NamedTuple):
         b = place - left
         a = 1.0 - b
         (y, z), (u, v) = (
-            (x.gather(0, left), x.gather(0, left + 1)) for x in (self.tilt, self.bend)
+            (x.gather(0, left), x.gather(0, left + 1)) for x in (self.tilt, self.slope)
         )
-        c = a * y + b * z + ((a**3 - a) * u + (b**3 - b) * v) * (STEP**2 / 6.0)
+        c = a * y + b * z + a * b * (a * (STEP * u - (z - y)) - b * (STEP * v - (z - y)))
         return torch.where(t.abs() <= REACH, (c - 0.5 * t.square()).exp(), 0.0)
 
     def density(self, x: Tensor) -> Tensor:
@@ -69,6 +77,25 @@ class Tilted(NamedTuple):
         """The larger of both densities (D,) at the ends, as a share of the Gaussian's largest."""
         ends = torch.tensor([[-REACH], [REACH]], dtype=self.mean.dtype, device=self.mean.device)
         return self.relative(ends.expand(-1, len(self.mean))).amax(0) * (2.0 * torch.pi) ** 0.5
+
+
+def _of_spline(y: Tensor, bends: Tensor) -> Tensor:
+    """Slopes (NODES, D) at the nodes of the natural cubic spline through y, from second differences."""
+    second = torch.zeros_like(y)
+    A = torch.eye(NODES - 2, dtype=y.dtype, device=y.device)
+    A = 4.0 * A + A.roll(1, 0).tril() + A.roll(-1, 0).triu()
+    second[1:-1] = torch.linalg.solve(A, bends * (6.0 / STEP**2))
+    rise, both = y.diff(dim=0) / STEP, second[:-1] + second[1:]
+    left = rise - (STEP / 6.0) * (second[:-1] + both)
+    return torch.cat([left, (rise + (STEP / 6.0) * (second[1:] + both))[-1:]])
+
+
+def _of_monotone(y: Tensor) -> Tensor:
+    """Slopes (NODES, D): the harmonic mean of those of the steps on either side, or zero."""
+    rise = y.diff(dim=0) / STEP
+    product, total = rise[:-1] * rise[1:], rise[:-1] + rise[1:]
+    inner = torch.where(product > 0.0, 2.0 * product / torch.where(product > 0.0, total, 1.0), 0.0)
+    return torch.cat([rise[:1], inner, rise[-1:]])
 
 
 @dataclass(frozen=True)

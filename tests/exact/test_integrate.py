@@ -176,6 +176,31 @@ def test_random_effects_of_binary_data_against_quadrature() -> None:
     assert float(0.5 * torch.trapezoid((at - truth).abs(), mu)) < 0.015
 
 
+def test_counts_of_zero_whose_effects_have_no_end() -> None:
+    """Where tau is large the likelihood of a zero is flat to one side, and q a narrow part of it."""
+    y = torch.tensor([0.0, 0.0, 0.0, 3.0], dtype=torch.float64)
+
+    def model(y: Tensor) -> None:
+        tau = pyro.sample("tau", dist.HalfNormal(y.new_tensor(2.0)))
+        with pyro.plate("group", 4):
+            effect = pyro.sample("effect", dist.Normal(y.new_zeros(4), tau))
+            pyro.sample("y", dist.Poisson(effect.exp()), obs=y)
+
+    found = ngvi.integrate(model, y)
+    tau = torch.linspace(0.0, 12.0, 401, dtype=torch.float64)[1:]
+    z = torch.linspace(-8.0, 8.0, 4001, dtype=torch.float64)
+    each = dist.Poisson((tau.unsqueeze(-1) * z).exp()).log_prob(y.reshape(-1, 1, 1))
+    each = each + dist.Normal(0.0, 1.0).log_prob(z)
+    log_p = torch.logsumexp(each, -1).sum(0) + 4.0 * (z[1] - z[0]).log()
+    log_p = log_p + dist.HalfNormal(2.0).log_prob(tau)
+    evidence, mean, sd = of_grid(log_p, tau)
+    assert abs(found.log_evidence - float(evidence)) < 0.02
+    assert abs(float(found.mean["tau"] - mean)) < 0.05 * float(sd)
+    assert abs(float(found.sd["tau"] / sd) - 1.0) < 0.05
+    effect = torch.softmax(each[0], -1) @ z * tau  # of a zero, given tau
+    assert abs(float(found.mean["effect"][0] - torch.softmax(log_p, 0) @ effect)) < 0.15
+
+
 @pytest.mark.slow
 def test_outliers_whose_sites_have_a_negative_precision() -> None:
     """At a wider prior of the effects they do not make a proper Gaussian, and begin anew."""

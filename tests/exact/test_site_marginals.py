@@ -206,6 +206,48 @@ def test_tables_of_a_known_tilt() -> None:
     assert torch.allclose(table.quantiles(levels)[:, 0], wanted, atol=1e-3)
 
 
+def test_a_tilt_with_a_cliff_does_not_swing() -> None:
+    """A half of a Gaussian, cut within a step: of moments that the cut, somewhere there, allows."""
+    like = torch.zeros(1, dtype=torch.float64)
+    t = nodes(like)
+    for below in (-1e30, -torch.inf):
+        tilted = Tilted.of(like, like + 1.0, torch.where(t <= 0.0, 0.0, below).unsqueeze(0))
+        table = mixture([tilted], [1.0])
+        cut = torch.tensor([0.0, 0.5], dtype=torch.float64)  # from a node to the next
+        ratio = torch.exp(-0.5 * cut.square()) / (2.0 * torch.pi) ** 0.5 / torch.special.ndtr(cut)
+        assert -ratio[0] - 0.01 < table.mean < -ratio[1]
+        low, high = (1.0 - cut * ratio - ratio.square()).sqrt()
+        assert low - 0.01 < table.sd < high
+
+
+@pytest.mark.parametrize("wide", [5.0, 12.0])
+def test_a_count_of_zero_under_a_wide_prior(wide: float) -> None:
+    """The posterior is half of the prior, of which q is a narrow part, and log p falls as -e^f: its
+    moments under q are no use, and far out it is any number."""
+    y = torch.tensor([0.0, 4.0], dtype=torch.float64)
+
+    def model(y: Tensor) -> None:
+        with pyro.plate("data", 2):
+            f = pyro.sample("f", dist.Normal(y.new_zeros(2), wide))
+            pyro.sample("y", dist.Poisson(f.exp()), obs=y)
+
+    guide = AutoSites(model)
+    svi = SVI(model, guide, CVI(guide), SitesELBO())
+    for _ in range(60):
+        svi.step(y)
+    found = guide.marginals()
+    x = torch.linspace(-8.0 * wide, 8.0, 40_001, dtype=torch.float64).unsqueeze(-1)
+    log_p = dist.Normal(0.0, wide).log_prob(x) + dist.Poisson(x.exp()).log_prob(y)
+    evidence = torch.logsumexp(log_p, 0) + (x[1] - x[0]).log()
+    w = torch.softmax(log_p, 0)
+    mean = (w * x).sum(0)
+    sd = (w * (x - mean).square()).sum(0).sqrt()
+    assert abs(found.log_evidence - float(evidence.sum())) < 0.01
+    assert ((found.mean["f"] - mean).abs() < 0.06 * sd).all()
+    assert ((found.sd["f"] / sd - 1.0).abs() < 0.1).all()
+    assert ("densities are still" in str(found)) == (wide > 10.0)
+
+
 def test_draws_have_the_marginals_and_the_correlations() -> None:
     y = torch.tensor([3.0, 0.0, 1.0], dtype=torch.float64)
 
