@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
+from itertools import pairwise
 from typing import Any
 
 import pyro
@@ -325,12 +326,13 @@ def trimmed_mean(x: Tensor) -> tuple[float, float]:
 
 def still_to_fall(losses: Sequence[float]) -> float:
     """How far losses without noise still fall, fall q / (1 - q), where falls shrink by one factor, as
-    near a fixed point (Aitken 1926): the larger of the last two.  Infinite where they do not."""
-    a, b, c, d = losses[-4:]
-    falls = abs(a - b), abs(b - c), abs(c - d)
-    if falls[2] == 0.0:
+    near a fixed point (Aitken 1926): the largest of the last three, and by the last fall or the one
+    before it, as one may be small by chance.  Infinite where they do not shrink."""
+    recent = losses[-5:]
+    falls = [abs(a - b) for a, b in pairwise(recent)]
+    if falls[-1] == 0.0:
         return 0.0
-    if not falls[0] > falls[1] > falls[2]:
+    if not all(a > b for a, b in pairwise(falls)):
         return math.inf
-    q = max(falls[1] / falls[0], falls[2] / falls[1])
-    return falls[2] * q / (1.0 - q)
+    q = max(b / a for a, b in pairwise(falls))
+    return max(falls[-1] * q, falls[-2] * q - falls[-1] * (1.0 - q)) / (1.0 - q)

@@ -131,6 +131,9 @@ def test_what_falls_by_a_factor_has_left_what_the_series_says():
     assert still_to_fall([9.0, 1.0, 0.9, 0.8]) == math.inf
     assert still_to_fall([9.0, 1.0, 0.9, 0.85]) == pytest.approx(0.05)
     assert still_to_fall([9.0, 1.0, 1.0, 1.0]) == 0.0
+    # a fall of 0.01 between falls of 0.3 and 0.2 promises nothing
+    assert still_to_fall([9.0, 1.0, 0.5, 0.2, 0.19]) > 0.4
+    assert still_to_fall([1.0, 0.5, 0.2, 0.19, 0.01]) == math.inf
 
 
 def test_sweeps_settle_once_nothing_is_left():
