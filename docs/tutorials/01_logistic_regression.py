@@ -299,8 +299,8 @@ print(mean_field)
 
 mcmc = MCMC(
     NUTS(model, jit_compile=True, ignore_jit_warnings=True),
-    num_samples=1000,
-    warmup_steps=300,
+    num_samples=600,
+    warmup_steps=200,
     disable_progbar=True,
 )
 mcmc.run(X, y)
