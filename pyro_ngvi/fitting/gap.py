@@ -25,16 +25,14 @@ no more than a large number.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
-from itertools import pairwise
 from typing import Any
 
 import pyro
 import torch
-from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ..families.base import Tensors, dot
@@ -251,21 +249,12 @@ class GapMeter:
 
     @contextmanager
     def _at_answer(self) -> Iterator[None]:
-        """Draws come from what the guide holds, by the path of log q alone, whose noise vanishes."""
-        before = [(b, b._lag, b._lag_of, b.path_share) for b in self.blocks]
-        try:
-            for block in self.blocks:
-                block.set_iterate_offset(None)
-                block.path_share = None
+        with at_answer(self.blocks):
             self.params = [
                 {name: p.detach().clone() for name, p in block._current().items()}
                 for block in self.blocks
             ]
             yield
-        finally:
-            for block, lag, lag_of, share in before:
-                block.set_iterate_offset(lag, lag_of)
-                block.path_share = share
 
     @contextmanager
     def _moved(self, tangent: Parts, step: float) -> Iterator[None]:
@@ -282,6 +271,21 @@ class GapMeter:
         for block, own in zip(self.blocks, values, strict=True):
             for name, p in block.natural_params().items():
                 p.copy_(own[name])
+
+
+@contextmanager
+def at_answer(blocks: Iterable[Any]) -> Iterator[None]:
+    """Draws come from what the guide holds, by the path of log q alone, whose noise vanishes."""
+    before = [(b, b._lag, b._lag_of, b.path_share) for b in blocks]
+    try:
+        for block, *_ in before:
+            block.set_iterate_offset(None)
+            block.path_share = None
+        yield
+    finally:
+        for block, lag, lag_of, share in before:
+            block.set_iterate_offset(lag, lag_of)
+            block.path_share = share
 
 
 @contextmanager
@@ -314,25 +318,3 @@ def _times(factor: float, a: Parts) -> Parts:
 
 def _mean(drawn: list[Parts]) -> Parts:
     return _times(1.0 / len(drawn), reduce(lambda a, b: _add(a, 1.0, b), drawn))
-
-
-def trimmed_mean(x: Tensor) -> tuple[float, float]:
-    """The mean without the tenths at both ends, and its standard error (Tukey & McLaughlin 1963)."""
-    x, cut = x.sort().values, len(x) // 10
-    kept = x[cut : len(x) - cut]
-    winsorized = x.clamp(kept[0], kept[-1])
-    return float(kept.mean()), float(winsorized.std()) * len(x) ** 0.5 / len(kept)
-
-
-def still_to_fall(losses: Sequence[float]) -> float:
-    """How far losses without noise still fall, fall q / (1 - q), where falls shrink by one factor, as
-    near a fixed point (Aitken 1926): the largest of the last three, and by the last fall or the one
-    before it, as one may be small by chance.  Infinite where they do not shrink."""
-    recent = losses[-5:]
-    falls = [abs(a - b) for a, b in pairwise(recent)]
-    if falls[-1] == 0.0:
-        return 0.0
-    if not all(a > b for a, b in pairwise(falls)):
-        return math.inf
-    q = max(b / a for a, b in pairwise(falls))
-    return max(falls[-1] * q, falls[-2] * q - falls[-1] * (1.0 - q)) / (1.0 - q)

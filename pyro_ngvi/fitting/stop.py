@@ -23,7 +23,8 @@ from ..runtime.run import CannotBatch
 from ..runtime.store import traced_params
 from ..sites import CVI
 from .batches import Batches
-from .gap import HALF, Gap, GapMeter, still_to_fall, trimmed_mean
+from .falls import PairedFall, is_flat, last_fall, still_to_fall
+from .gap import HALF, Gap, GapMeter
 from .twin import Twin, has_twin
 
 #: the first step after which to look
@@ -40,8 +41,6 @@ NEWTON, POLISH = 4, 3
 LOST = 20
 #: steps before which a run is not said to settle, by its losses, or to stall, by looks
 SETTLED, STALLED = 40, 100
-#: the fall of losses, in sds of theirs, that is given up
-NOISY = 0.1
 
 
 class StopRule:
@@ -53,9 +52,10 @@ class StopRule:
     or ``AutoLowRankMultivariateNormal``, with an ELBO of Pyro's and a model that ``vmap`` can run.  For
     other guides, for means of which float32 hardly resolves the sds, or where the model has parameters
     of its own, the rule says "settled": the trimmed mean of the losses of the last quarter of the steps
-    is no more than ``tol`` below that of that before, by a standard error of at most tol / 2; or sweeps
-    of ``CVI`` over all data have no more to fall, by the ratio of their last falls.  That says nothing
-    of what a rate too small leaves to gain.
+    is no more than ``tol`` below that of that before, by a standard error of at most tol / 2; or, of
+    natural gradients on all data, the loss fell so little while the steps doubled, by common noise; or
+    sweeps of ``CVI`` over all data have no more to fall, by the ratio of their last falls.  That says
+    nothing of what a rate too small leaves to gain.
 
     It looks when the losses have ceased to fall: after step 5, and then after 10 to 25 % more steps, so
     that its gradients cost as much as the steps at most.  But for ``newton`` the run is as without it.
@@ -117,13 +117,14 @@ class StopRule:
             )
         self.svi: Any = svi
         self._alone = svi.alone if isinstance(svi, DistributedSVI) else svi
+        self._loss = getattr(self._alone.loss_and_grads, "__self__", None)
         self.batches = None if batches is None else Batches(batches)
         self.reason: str | None = None
         self.gap: Gap | None = None
         self.looks: list[tuple[int, Gap]] = []
         self.losses: list[float] = []
         self._lost, self._next, self._started = 0, FIRST, time.monotonic()
-        self._wide, self.newton = None, newton
+        self._wide, self.newton, self._paired = None, newton, PairedFall()
         self.limit(max_steps, max_time, tol)
 
     def limit(
@@ -174,7 +175,7 @@ class StopRule:
         return late if self._alone is self.svi else self.svi.agreed(late)
 
     def _look(self, args: Any, kwargs: Any) -> str | None:
-        fall, error = self._fall()
+        fall, error = last_fall(self.losses)
         self._next = self.steps + max(1, self.steps // 10)
         sweeps = isinstance(self.svi.optim, CVI) and self.svi.optim.sweeps
         if sweeps and still_to_fall(self.losses) <= self.tol:
@@ -188,8 +189,16 @@ class StopRule:
                 most = NEWTON * max(MOST_GRADIENTS, self.steps)
                 gap = self._descend(meter, most, self.newton and natural and meter.sees_all)
         if meter is None or gap is None:
-            flat = self._is_flat(fall, error)
+            flat = is_flat(self.steps, fall, error)
             enough = self.steps >= SETTLED or flat
+            if (
+                enough
+                and error > 0.5 * self.tol
+                and self.batches is None
+                and self._alone is self.svi
+            ):
+                paired = self._paired(self.svi, self._loss, args, kwargs, self.steps)
+                fall, error = paired or (fall, error)
             if enough and fall + error <= self.tol and error <= 0.5 * self.tol:
                 return "settled"
             return "stalled" if flat else None
@@ -198,7 +207,7 @@ class StopRule:
             return "converged"
         # the rates of others are too small, or about to fall: only their losses tell, as they do where
         # noise leaves no curvature for a gap
-        stalls = self._stalls() if natural and gap.curved else self._is_flat(fall, error)
+        stalls = self._stalls() if natural and gap.curved else is_flat(self.steps, fall, error)
         return "stalled" if stalls else None
 
     def _descend(self, meter: GapMeter, most: int, newton: bool, patient: bool = False) -> Gap:
@@ -224,19 +233,6 @@ class StopRule:
         enough = self.steps >= STALLED and len(since) >= 4
         return enough and above and since[0].nats < 2.0 * since[-1].nats
 
-    def _is_flat(self, fall: float, error: float) -> bool:
-        """Whether the losses of a quarter fell by a tenth of their own sd at most, by two errors: which
-        takes some 3,000, or chance would end many a run that still falls."""
-        sd = error * (self.steps / 8.0) ** 0.5  # of the difference of the means of two quarters
-        return 2.0 * error + max(fall, 0.0) <= NOISY * sd
-
-    def _fall(self) -> tuple[float, float]:
-        """By how much the mean loss of the last quarter is below that before it; standard error."""
-        n = max(2, self.steps // 4)
-        window = torch.tensor(self.losses[-2 * n :], dtype=torch.float64)
-        (before, error), (last, other) = map(trimmed_mean, window.split([len(window) - n, n]))
-        return before - last, math.hypot(error, other)
-
     def polish(self, *args: Any, **kwargs: Any) -> bool:
         """Newton steps for a run that has stalled, at the arguments of a step: whether it "converged".
 
@@ -254,7 +250,7 @@ class StopRule:
 
     def _meter(self, args: Any, kwargs: Any) -> GapMeter | None:
         """What measures the gap, if that is to be had."""
-        svi, loss = self.svi, getattr(self._alone.loss_and_grads, "__self__", None)
+        svi, loss = self.svi, self._loss
         # a twin would see the data of one rank
         of_pyro, blocks = self._alone is svi and has_twin(svi.guide, loss), self._blocks()
         if not of_pyro and not blocks:
@@ -334,6 +330,7 @@ class StopRule:
             "losses": torch.tensor(self.losses, dtype=torch.float64),
             "looks": [(steps, astuple(gap)) for steps, gap in self.looks],
             "lost": self._lost,
+            "paired": self._paired.looks,
             "next": self._next,
             "seconds": time.monotonic() - self._started,
             "batches": None if self.batches is None else self.batches.state_dict(),
@@ -345,6 +342,7 @@ class StopRule:
         self.looks = [(steps, Gap(*gap)) for steps, gap in state["looks"]]
         self.gap = self.looks[-1][1] if self.looks else None
         self._lost, self._next = state["lost"], state["next"]
+        self._paired.looks = list(state.get("paired", []))
         self._started = time.monotonic() - state["seconds"]
         if self.batches is not None and state["batches"] is not None:
             self.batches.load_state_dict(state["batches"])

@@ -12,7 +12,8 @@ from pyro.infer.autoguide import AutoNormal
 from pyro.optim import PyroOptim
 
 import pyro_ngvi as ngvi
-from pyro_ngvi.fitting.gap import Gap, GapMeter, still_to_fall
+from pyro_ngvi.fitting.falls import PairedFall, still_to_fall
+from pyro_ngvi.fitting.gap import Gap, GapMeter
 
 PRECISION = torch.tensor([[4.0, 1.5, 0.0], [1.5, 2.0, -0.6], [0.0, -0.6, 1.0]], dtype=torch.float64)
 MEAN = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
@@ -134,6 +135,55 @@ def test_what_falls_by_a_factor_has_left_what_the_series_says():
     # a fall of 0.01 between falls of 0.3 and 0.2 promises nothing
     assert still_to_fall([9.0, 1.0, 0.5, 0.2, 0.19]) > 0.4
     assert still_to_fall([1.0, 0.5, 0.2, 0.19, 0.01]) == math.inf
+
+
+def test_a_fall_by_common_noise_is_that_of_the_closed_form():
+    """From a mean that is a shift s off to the best q: s' P s / 2 nats, with what is left of the noise;
+    at the same q nothing at all."""
+    pyro.set_rng_seed(0)
+    guide: Any = ngvi.AutoFullRankNormal(gaussian, init=None)
+    guide()
+    svi = SVI(gaussian, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(2))
+    svi.step()
+    for name, p in guide.natural_params().items():
+        p.data.copy_(guide.family.matched(MEAN, PRECISION)[name])
+    best = {k: v.clone() for k, v in guide.state_dict().items()}
+    shift = torch.tensor([0.3, -0.4, 0.2])
+    guide.loc.data.add_(shift)
+    paired, how = PairedFall(), (svi, ngvi.BatchedELBO(2), (), {})
+    assert paired(*how, 20) is None and paired(*how, 21) is None and len(paired.looks) == 1
+    guide.load_state_dict(best)
+    fall, error = paired(*how, 40) or (0.0, 0.0)
+    true = 0.5 * float(shift @ PRECISION @ shift)
+    # 512 draws of (z - m)' P s, of sd |P^(1/2) s|
+    assert abs(fall - true) < 5.0 * (2.0 * true / 512) ** 0.5 and 0.0 < error < 0.05
+    assert paired(*how, 80) == (0.0, 0.0)
+    adam: Any = PyroOptim(torch.optim.Adam, {"lr": 0.1})
+    assert PairedFall()(SVI(gaussian, guide, adam, how[1]), *how[1:], 40) is None
+
+
+def test_noise_of_losses_does_not_keep_a_run_from_settling():
+    """By their own noise, of 1 / 3 nat, losses would need 1,000 steps to be told from falling ones."""
+
+    def funnel() -> None:
+        s = pyro.sample("s", dist.HalfNormal(2.0))
+        with pyro.plate("data", 12):
+            u = pyro.sample("u", dist.Normal(0.0, s))
+            pyro.sample("y", dist.StudentT(3.0, u, 1.0), obs=torch.linspace(-3.0, 3.0, 12))
+
+    pyro.set_rng_seed(0)
+    guide: Any = ngvi.AutoHierarchical(funnel)
+    svi = SVI(funnel, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
+    stop = to_the_end(svi)
+    losses = torch.tensor(stop.losses[-len(stop.losses) // 2 :])
+    assert stop.reason == "settled" and 40 <= stop.steps < 200
+    # what the rule wants of their means is out of reach
+    assert float(losses.std()) * (8.0 / stop.steps) ** 0.5 > 0.025
+    wide = ngvi.BatchedELBO(2000)
+    at_end = wide.loss(funnel, guide)
+    for _ in range(400):
+        svi.step()
+    assert at_end - wide.loss(funnel, guide) < 0.1  # tol, and the noise of both
 
 
 def test_sweeps_settle_once_nothing_is_left():

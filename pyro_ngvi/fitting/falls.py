@@ -1,0 +1,96 @@
+"""Whether losses still fall: those of steps, of sweeps without noise, or of the same noise each time.
+
+Losses of steps have noise of their own each, of which a difference of means has as much as of the fall.
+With common noise most of it cancels (Owen 2013, "Monte Carlo theory, methods and examples", section
+8.6).  Of natural gradients, whose gains shrink as 1 / steps, about as much is left to fall as they fell
+while the steps doubled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..linalg.host import own_random_state
+from ..losses import BatchedELBO
+from ..optim.host import NaturalGradientOptim, find_blocks
+from .gap import at_answer
+
+#: the fall of losses, in sds of theirs, that is given up
+NOISY = 0.1
+#: seeds of a look with common noise, for a standard error, and particles of each at least; and steps
+#: between looks, in those of before
+SEEDS, PARTICLES, FURTHER = 8, 64, 1.25
+
+
+def last_fall(losses: Sequence[float]) -> tuple[float, float]:
+    """By how much the mean loss of the last quarter is below that before it; standard error."""
+    n = max(2, len(losses) // 4)
+    window = torch.tensor(losses[-2 * n :], dtype=torch.float64)
+    (before, error), (last, other) = map(trimmed_mean, window.split([len(window) - n, n]))
+    return before - last, math.hypot(error, other)
+
+
+def is_flat(steps: int, fall: float, error: float) -> bool:
+    """Whether the losses of a quarter fell by a tenth of their own sd at most, by two errors: which
+    takes some 3,000, or chance would end many a run that still falls."""
+    sd = error * (steps / 8.0) ** 0.5  # of the difference of the means of two quarters
+    return 2.0 * error + max(fall, 0.0) <= NOISY * sd
+
+
+class PairedFall:
+    """How far the loss of a guide fell while the steps doubled, by common noise."""
+
+    def __init__(self) -> None:
+        self.looks: list[tuple[int, Tensor]] = []
+
+    def __call__(
+        self, svi: Any, loss: Any, args: Any, kwargs: Any, steps: int
+    ) -> tuple[float, float] | None:
+        """The fall and its standard error; ``None`` where no look is so old, for a loss of minibatches,
+        and for other optimizers, whose iterates are as noisy as their losses."""
+        blocks = [block for _, block in find_blocks(svi.guide)]
+        of_all = isinstance(loss, BatchedELBO) and not loss.subsamples
+        natural = isinstance(svi.optim, NaturalGradientOptim) and bool(blocks)
+        soon = bool(self.looks) and steps < FURTHER * self.looks[-1][0]
+        if soon or not (of_all and natural):
+            return None
+        wide = BatchedELBO(max(PARTICLES, loss.num_particles), chunk_size=loss.chunk_size)
+        wide.kl_weight, losses = loss.kl_weight, []
+        for seed in range(SEEDS):
+            with at_answer(blocks), own_random_state(seed):
+                losses.append(wide.loss(svi.model, svi.guide, *args, **kwargs))
+        now = torch.tensor(losses, dtype=torch.float64)
+        self.looks.append((steps, now))
+        before = [losses for at, losses in self.looks if 2 * at <= steps]
+        if not before:
+            return None
+        falls = before[-1] - now
+        return float(falls.mean()), float(falls.std()) / SEEDS**0.5
+
+
+def trimmed_mean(x: Tensor) -> tuple[float, float]:
+    """The mean without the tenths at both ends, and its standard error (Tukey & McLaughlin 1963)."""
+    x, cut = x.sort().values, len(x) // 10
+    kept = x[cut : len(x) - cut]
+    winsorized = x.clamp(kept[0], kept[-1])
+    return float(kept.mean()), float(winsorized.std()) * len(x) ** 0.5 / len(kept)
+
+
+def still_to_fall(losses: Sequence[float]) -> float:
+    """How far losses without noise still fall, fall q / (1 - q), where falls shrink by one factor, as
+    near a fixed point (Aitken 1926): the largest of the last three, and by the last fall or the one
+    before it, as one may be small by chance.  Infinite where they do not shrink."""
+    recent = losses[-5:]
+    falls = [abs(a - b) for a, b in pairwise(recent)]
+    if falls[-1] == 0.0:
+        return 0.0
+    if not all(a > b for a, b in pairwise(falls)):
+        return math.inf
+    q = max(b / a for a, b in pairwise(falls))
+    return max(falls[-1] * q, falls[-2] * q - falls[-1] * (1.0 - q)) / (1.0 - q)
