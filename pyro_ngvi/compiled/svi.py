@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import pyro.distributions as dist
@@ -180,18 +181,23 @@ class CompiledSVI(SVI):
         return known, data
 
     def _structure(self, args: Any, kwargs: Any) -> tuple[Any, list[Tensor]]:
-        """What a graph holds for, and the tensors among the arguments, which may have other values."""
-        leaves, spec = tree_flatten((args, kwargs))
-        key: list[Any] = [str(spec), *self._settings()]
-        for leaf in leaves:
-            if isinstance(leaf, Tensor):
+        """What a graph holds for, and the tensors among the arguments, those bound by a ``partial``
+        included, which may have other values."""
+        bound = [_unbound(root)[1] for root in (self.model, self.guide)]
+        (leaves, spec), (more, how) = tree_flatten((args, kwargs)), tree_flatten(bound)
+        key, data = [str(spec), str(how), *self._settings()], list[Tensor]()
+        for k, leaf in enumerate([*leaves, *more]):
+            given = k < len(leaves)
+            if isinstance(leaf, Tensor) and (given or not leaf.requires_grad):
                 key.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad))
+                data.append(leaf)
             elif isinstance(leaf, PLAIN):
                 key.append((type(leaf), leaf))
-            else:
+            elif given:
                 kind = type(leaf).__name__
                 raise CannotCompile(f"an argument is of type {kind}, neither tensor nor number")
-        data = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            else:  # a network, say, or a parameter
+                key.append(_which(leaf))
         ids = [id(x) for x in data]
         key += [ids.index(i) for i in ids]  # one tensor in two places is one input
         return tuple(key), data
@@ -202,7 +208,7 @@ class CompiledSVI(SVI):
         found += [self.loss_and_grads, torch.is_grad_enabled()]
         found += _numbers_of(getattr(self.loss_and_grads, "__self__", None))
         for root in (self.model, self.guide):
-            found += _around(root)
+            found += [_which(_unbound(root)[0]), *_around(root)]
             for module in root.modules() if isinstance(root, nn.Module) else ():
                 held = (p for p in module._parameters.values() if p is not None)
                 found += [*_numbers_of(module), *(p.requires_grad for p in held)]
@@ -242,10 +248,23 @@ def _numbers_of(holder: Any) -> list[Any]:
     return [x for x in own.items() if isinstance(x[1], PLAIN) and not x[0].startswith("_")]
 
 
+def _unbound(program: Any) -> tuple[Any, list[Any]]:
+    """What a ``partial`` calls, and the arguments that it binds."""
+    bound: list[Any] = []
+    while isinstance(program, partial):
+        bound.append((program.args, program.keywords))
+        program = program.func
+    return program, bound
+
+
+def _which(x: Any) -> MethodType:
+    """Equal for the same object alone, which it keeps: the number ``id(x)`` may become another's."""
+    return x if isinstance(x, MethodType) else MethodType(id, x)
+
+
 def _around(program: Any) -> list[Any]:
     """What the names stand for that a function takes from around it: numbers, or which object."""
-    while isinstance(program, partial):
-        program = program.func
+    program = _unbound(program)[0]
     code = getattr(program, "__code__", None)
     if code is None:
         return []

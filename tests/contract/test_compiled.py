@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -278,6 +278,56 @@ def test_numbers_around_the_program_are_part_of_the_structure() -> None:
             scale, module.scale = 3.0, 3.0
             losses += [svi.step(X, y) for _ in range(5)]
         results.append(losses)
+    assert results[0] == results[1]
+
+
+def noisy(X: Tensor, y: Tensor, scale: Any, offset: Any = None) -> None:
+    w = pyro.sample("w", dist.Normal(X.new_zeros(D), 2.0).to_event(1))
+    mean = X @ w if offset is None else X @ w + offset["of all"]
+    pyro.sample("y", dist.Normal(mean, scale).to_event(1), obs=y)
+
+
+def other(X: Tensor, y: Tensor, scale: Any) -> None:
+    noisy(X, y - 10.0, scale)
+
+
+def replaced() -> Iterator[Any]:
+    yield from (partial(noisy, scale=scale) for scale in (1.0, 1.0, 3.0))
+    yield from (partial(other, scale=3.0), partial(partial(other, scale=2.0), scale=1.0))
+    changed = partial(noisy, scale=1.0)
+    for changed.keywords["scale"] in (2.0, torch.tensor(2.0), torch.tensor(4.0)):
+        yield changed
+    yield from (partial(noisy, scale=2.0, offset={"of all": torch.tensor(a)}) for a in (1.0, 5.0))
+
+
+def test_the_model_and_what_a_partial_binds_are_part_of_the_structure() -> None:
+    """Replaced, or its keywords changed in place; tensors are inputs, and equal partials are one."""
+    (X, y), results, tiers = data(), list[Any](), list[str]()
+    for build in (make, compiled):
+        svi, losses = build(partial(noisy, scale=1.0)), []
+        for model in replaced():
+            svi.model = model
+            for _ in range(5):
+                losses.append(svi.step(X, y))
+                tiers += [svi.tier] if isinstance(svi, CompiledSVI) else []
+        results.append(losses)
+    assert results[0] == results[1]
+    new, known = ["eager", "recorded"] + ["replay"] * 3, ["replay"] * 5
+    assert tiers == [*new, *known, *new * 5, *known, *new, *known]
+
+
+def test_another_guide_function_has_a_graph_of_its_own() -> None:
+    def guide(X: Tensor, y: Tensor, scale: float) -> None:
+        loc = pyro.param("loc", torch.zeros(D))
+        pyro.sample("w", dist.Normal(loc, scale).to_event(1))
+
+    X, y = data()
+    results: list[Any] = []
+    for build in (make, compiled):
+        svi = build(guide=lambda _: partial(guide, scale=0.1), rule=lambda _: adam({"lr": 0.01}))
+        losses = [svi.step(X, y) for _ in range(5)]
+        svi.guide = partial(guide, scale=2.0)
+        results.append(losses + [svi.step(X, y) for _ in range(5)])
     assert results[0] == results[1]
 
 
