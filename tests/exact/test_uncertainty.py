@@ -88,3 +88,35 @@ def test_through_the_optimizer(make):
     assert all((v > 0).all() for v in covariance.stddev.values())
     # about a quarter of 150 steps of 4 particles: far below one posterior sd, and not nothing
     assert 1e-3 < max(v.max() for v in covariance.stddev.values()) < 0.5
+
+
+def of_minibatch(y, drawn=None):
+    mu = pyro.sample("mu", dist.Normal(0.0, 10.0))
+    with pyro.plate("data", 8, subsample_size=drawn or len(y)) as index:
+        pyro.sample("y", dist.Normal(mu, 1.0), obs=y[index] if drawn else y)
+
+
+def test_the_noise_of_minibatches_is_measured():
+    """One datum at a time: at the optimum draws have no noise of their own, and the gradients of the
+    location are the prior's and 8 (mu - y_b).  256 gradients know their sd to 4 %."""
+    pyro.set_rng_seed(0)
+    y = torch.tensor([1.0, 2.0, 2.5, 0.5, 1.5, 4.0, -1.0, 0.0])
+    guide = AutoNormal(of_minibatch)
+    optim = ngvi.AIFVB(guide)
+    svi = SVI(of_minibatch, guide, optim, Trace_ELBO(4, vectorize_particles=True))
+    for i in range(200):
+        svi.step(y[i % 8, None])
+    weight = next(iter(optim._states.values()))["average_square"]
+    expected = (weight * 64.0 * y.var(correction=0)).sqrt() / 8.01
+    for batches, drawn in ((y.split(1), None), ([y], 1)):
+        found = optim.asymptotic_covariance(svi, batches=batches, drawn=drawn)
+        assert found.stddev["AutoNormal.locs.mu"] == pytest.approx(float(expected), rel=0.15)
+    for args, drawn in ((y[:1], None), (y, 1)):
+        with pytest.raises(ValueError, match=r"The plate 'data' takes 1 of 8 .* Pass batches="):
+            optim.asymptotic_covariance(svi, args, drawn=drawn)
+    optim.asymptotic_covariance(svi, y, num_gradients=8, num_hessians=1)
+    with pytest.raises(ValueError, match="a step or batches=, not both"):
+        optim.asymptotic_covariance(svi, y, batches=y.split(1))
+    for batches in ([], iter(y.split(1))):
+        with pytest.raises(ValueError, match="batches= is empty, or was gone through"):
+            optim.asymptotic_covariance(svi, batches=batches)
