@@ -6,7 +6,9 @@ the exact posterior given y are exchangeable, so that with u uniform on [0, 1]
     PIT = (#{s: theta_s < theta} + u (1 + #{s: theta_s = theta})) / (S + 1)                       (1)
 
 is uniform, for discrete theta too.  z = Phi^-1(PIT) has over many fits the mean by which the truth lies
-above the draws, in sds of theirs, and as its sd that which they should have, over theirs.
+above the draws, in sds of theirs, and as its sd that which they should have, over theirs.  PITs end
+at 1 / (S + 1), which is 3.3 sds for 1,000 draws: where many truths lie beyond all draws, z is instead
+their distance from the mean of the draws, in sds of theirs.
 """
 
 from __future__ import annotations
@@ -39,6 +41,10 @@ FEWEST = 20
 #: probability of an alarm, over all tests of a site together, where nothing is wrong
 ALPHA = 0.01
 
+#: share of truths beyond all draws, above twice that of exact guides, where PITs do not say how far
+BEYOND = 0.05
+#: the largest distance from the draws in sds of theirs, as from draws that are all alike
+FARTHEST = 1e6
 #: the log density of data and latent sites together, whose PITs stand beside those of the sites
 JOINT = "log_joint"
 
@@ -55,7 +61,8 @@ class Uniformity:
             which is zero, but for noise, where the guide is not biased (Yao et al., section 3).  From
             the ends inwards the signs of PIT - 1/2 are a random walk: here the p-value is that of its
             limit, the maximum of a Brownian motion, where the paper's own fails too often.
-        spread: p-value of :math:`\sum (z - \bar z)^2`, which has :math:`\chi^2_{N-1}`.
+        spread: p-value of :math:`\sum (z - \bar z)^2`, which has :math:`\chi^2_{N-1}`.  Where more than
+            5 % of truths lie beyond all draws it is the larger one of PITs and of distances in sds.
     """
 
     bias: np.ndarray
@@ -207,7 +214,7 @@ def calibrate(
         >>> how = {"num_simulations": 100, "seed": 0, "progress": False}
         >>> found = calibrate(model, fit, torch.tensor(0.0), **how)
         >>> found.findings["m"]
-        'sds too small by a factor of 1...'
+        'sds too small by a factor of 2...'
     """
     if num_simulations < FEWEST:
         raise ValueError(
@@ -223,7 +230,7 @@ def calibrate(
     names = [name for name, site in sites.items() if site_kind(site) != "deterministic"]
     with random_state(root):
         drawn = simulate(program, observed, names, {}, num_simulations, None, small=False)
-    pits: list[dict[str, np.ndarray]] = []
+    runs: list[dict[str, np.ndarray]] = []
     failed: dict[int, Exception] = {}
     for i in tqdm(range(num_simulations), unit="fit", leave=False, disable=not progress):
         truth = {name: x[i] for name, x in drawn.items()}
@@ -237,13 +244,13 @@ def calibrate(
                 # apart, for a fit may set a seed: draws of all guides would be alike
                 with random_state(root, 2 * i + 2):
                     fitted = Fitted(given, getattr(found, "guide", found), args, kwargs)
-                    pits.append(_pits(fitted, truth, num_samples))
+                    runs.append(_pits(fitted, truth, num_samples))
         except KeyboardInterrupt:
-            if len(pits) < FEWEST:
+            if len(runs) < FEWEST:
                 raise
             break
         except Exception as error:
-            if not pits:
+            if not runs:
                 error.add_note(f"in simulation {i} of {num_simulations} of calibrate")
                 raise
             failed[i] = error
@@ -253,15 +260,15 @@ def calibrate(
                 RuntimeWarning,
                 stacklevel=2,
             )
-    if len(pits) < FEWEST:
+    if len(runs) < FEWEST:
         raise ValueError(
-            f"calibrate: {len(pits)} of {num_simulations} fits worked, and {FEWEST} are needed. Look "
+            f"calibrate: {len(runs)} of {num_simulations} fits worked, and {FEWEST} are needed. Look "
             f"at the error of one: {next(iter(failed.values()))!r:.80}."
         )
-    by_site = {name: np.stack([x[name] for x in pits]) for name in pits[0]}
-    dims = name_dims({"prior_sbc": by_site}, sites, {}, {})
-    tests = {name: uniformity(x) for name, x in by_site.items()}
-    return Calibration(by_site, tests, failed, dims)
+    by_site = {name: np.stack([x[name] for x in runs], 1) for name in runs[0]}
+    pits = {name: pit for name, (pit, _) in by_site.items()}
+    tests = {name: uniformity(x[0], x[1], num_samples) for name, x in by_site.items()}
+    return Calibration(pits, tests, failed, name_dims({"prior_sbc": pits}, sites, {}, {}))
 
 
 def _drawn_sites(program: Callable[[], Any]) -> Sites:
@@ -285,7 +292,8 @@ def _drawn_sites(program: Callable[[], Any]) -> Sites:
 
 
 def _pits(fitted: Fitted, truth: Mapping[str, Tensor], num_samples: int) -> dict[str, np.ndarray]:
-    """Equation (1) for what the model shows at the truth and at draws of the guide."""
+    """Equation (1) for what the model shows at the truth and at draws of the guide, and the distance of
+    the truth from their mean in sds of theirs: (2, ...) by site."""
     draws, _ = guide_draws(fitted.guide, num_samples)
     values = {name: torch.cat([truth[name][None], draws[name]]) for name in fitted.latent}
 
@@ -302,14 +310,25 @@ def _pits(fitted: Fitted, truth: Mapping[str, Tensor], num_samples: int) -> dict
             )
         below, same = ((x[1:] < x[0]).sum(0).cpu(), (x[1:] == x[0]).sum(0).cpu())
         u = torch.rand(below.shape, dtype=torch.float64, device="cpu")
-        pits[name] = ((below + u * (1 + same)) / (num_samples + 1)).numpy()
+        pit = (below + u * (1 + same)) / (num_samples + 1)
+        value = x.cpu().double()
+        tiny = torch.finfo(value.dtype).tiny
+        far = (value[0] - value[1:].mean(0)) / value[1:].std(0, correction=0).clamp_min(tiny)
+        pits[name] = torch.stack([pit, far.clamp(-FARTHEST, FARTHEST)]).numpy()
     return pits
 
 
-def uniformity(pit: np.ndarray) -> Uniformity:
-    """The tests of PITs (N, ...), entry by entry."""
+def uniformity(
+    pit: np.ndarray, far: np.ndarray | None = None, num_samples: int | None = None
+) -> Uniformity:
+    """The tests of PITs (N, ...), entry by entry, with distances from the mean in sds of the draws."""
     x, n, root = torch.from_numpy(pit), len(pit), len(pit) ** 0.5
-    z = torch.special.ndtri(x)
+    z = ranked = torch.special.ndtri(x)
+    if far is not None and num_samples is not None:
+        end = 1.0 / (num_samples + 1)
+        beyond = (torch.minimum(x, 1.0 - x) < end).double().mean(0) > BEYOND + 4.0 * end
+        distance = torch.from_numpy(far)
+        z = torch.where(beyond & ~distance.isnan().any(0), distance, ranked)
     counts = torch.arange(max(n, 100) + 1, dtype=x.dtype).reshape(-1, *[1] * (x.dim() - 1))
     steps, j = counts[: n + 1] / n, counts[1:100]
     sign = 1.0 - 2.0 * ((j - 1.0) % 2.0)
@@ -320,8 +339,9 @@ def uniformity(pit: np.ndarray) -> Uniformity:
     inwards = (x - 0.5).abs().argsort(0, descending=True)
     walk = (x - 0.5).sign().gather(0, inwards).cumsum(0).abs().amax(0) / root
     symmetric = 4.0 * (sign * torch.special.ndtr((1.0 - 2.0 * j) * walk)).sum(0)
-    ratio, half = z.std(0), x.new_tensor(0.5 * (n - 1))
-    below = torch.special.gammainc(half, half * ratio.square())
-    spread = 2.0 * torch.minimum(below, 1.0 - below)
+    # an alarm needs the ranks, which know no tails, and what they cannot tell from a bias
+    sds, half = torch.stack([ranked.std(0), z.std(0)]), x.new_tensor(0.5 * (n - 1))
+    below = torch.special.gammainc(half, half * sds.square())
+    spread = 2.0 * torch.minimum(below, 1.0 - below).amax(0)
     ps = (p.clamp(0.0, 1.0) for p in (uniform, symmetric, spread))
-    return Uniformity(*(t.numpy() for t in (z.mean(0), ratio, *ps)))
+    return Uniformity(*(t.numpy() for t in (z.mean(0), sds[1], *ps)))

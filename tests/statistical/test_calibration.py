@@ -113,9 +113,42 @@ def test_halved_sds_are_too_small() -> None:
     assert found.findings.keys() == {"w", "log_joint"}
     assert "sds too small by a factor of" in found.findings["w"]
     assert "biased" not in found.findings["w"]
-    # the sd of z is 2, but for PITs that end at 1/200; its standard error is 2 / 20
-    assert np.all((1.4 < found.sites["w"].ratio) & (found.sites["w"].ratio < 2.3))
+    # the standard error of an sd of 200 is that sd over 20
+    assert np.all((1.7 < found.sites["w"].ratio) & (found.sites["w"].ratio < 2.3))
     assert "biased high" in found.findings["log_joint"]  # draws near the mode
+
+
+@pytest.mark.parametrize("factor", [5.0, 50.0])
+def test_how_much_too_small_does_not_end_with_the_ranks(factor: float) -> None:
+    """The standard error of the sd of 200 normal z is 1/20 of it, and 200 draws whose own sd is not
+    known add 1 % at most; PITs of 200 draws end at 2.6."""
+    found = run(gaussian(factor=1.0 / factor))
+    assert np.abs(found.sites["w"].ratio / factor - 1.0).max() < 4.0 / 20.0 + 0.01
+    assert found.sites["w"].spread.max() < 1e-9
+
+
+def test_a_bias_does_not_end_with_the_ranks_nor_pass_for_a_spread() -> None:
+    """The standard error of a bias is 1 / sqrt(200)."""
+    found = run(gaussian(shift=-10.0))
+    assert np.abs(found.sites["w"].bias - 10.0).max() < 4.0 / math.sqrt(200) + 0.1
+    assert "biased low by 1" in found.findings["w"] and "sds" not in found.findings["w"]
+
+
+def test_tails_alone_are_no_alarm() -> None:
+    """Two of 20 truths beyond all of 200 draws, 50 sds off, as heavy tails have them."""
+    pit = np.array([0.001, *np.linspace(0.1, 0.9, 18), 0.999])
+    far = np.array([-50.0, *np.linspace(-0.1, 0.1, 18), 50.0])
+    found = uniformity(pit, far, 200)
+    assert found.ratio > 10.0 and found.spread > 0.1 and not found.findings()
+    unknown = uniformity(pit, np.full(20, np.nan), 200)  # of draws without a density
+    assert np.isfinite(unknown.ratio) and unknown.spread == uniformity(pit).spread
+
+
+def test_points_are_too_small_by_any_factor() -> None:
+    def point(model: Any) -> Any:
+        return lambda y: pyro.sample("w", dist.Delta(torch.zeros(2)).to_event(1))
+
+    assert np.all(run(point).sites["w"].ratio > 1e5)
 
 
 def test_doubled_sds_are_too_large() -> None:
