@@ -51,6 +51,17 @@ def positive_part(G: Tensor) -> Tensor:
     return torch.where(finite, projected, torch.full_like(G, torch.nan))
 
 
+def square_root(covariance: Tensor) -> Tensor:
+    """S (n, k, k) with S S' = C for positive semi-definite C (n, k, k): D U w^1/2, with D the sds and
+    U w U' the correlations."""
+    sd = covariance.diagonal(dim1=-2, dim2=-1).clamp_min(0.0).sqrt().unsqueeze(-1)
+    if covariance.shape[-1] == 1:
+        return sd
+    unit = torch.where(sd > 0.0, sd, torch.inf).reciprocal()
+    values, vectors = torch.linalg.eigh((unit * covariance * unit.mT).clamp(-1.0, 1.0))
+    return sd * vectors * values.clamp_min(0.0).sqrt().unsqueeze(-2)
+
+
 def symmetric_eigen(G: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues (n,), largest first, and eigenvectors (n, n) in columns; G positive semi-definite."""
     if G.device.type != "cpu":  # eigh waits for the device

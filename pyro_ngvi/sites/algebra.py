@@ -113,13 +113,15 @@ class View:
 
 @dataclass
 class Snapshot:
-    """q at one call with its marginals; ``sites`` are nu (n, k) and Lambda (n, k, k) of its data."""
+    """q at one call with its marginals; ``sites`` are nu (n, k) and Lambda (n, k, k) of its data, which
+    are all that q is of where ``complete``."""
 
     call: BoundModel
     sites: SiteTensors
     view: View
     posterior: Any
     marginals: dict[str, Marginals]
+    complete: bool
 
 
 def shallow_copy(module: Any) -> Any:
@@ -271,7 +273,7 @@ class Algebra(nn.Module):
         if host_bool(q.proper) is False:
             raise ImproperError
         found = {n: Marginals(*q.marginals(at), rest=at.rest) for n, at in view.maps.items()}
-        return Snapshot(call, sites, view, q, found)
+        return Snapshot(call, sites, view, q, found, call.whole and not self.ranks.spread)
 
     def get_extra_state(self) -> dict[str, Any]:
         return {"running": self.running}

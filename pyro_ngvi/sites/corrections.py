@@ -46,11 +46,11 @@ import torch
 from torch import Tensor
 
 from ..linalg.products import matvec
+from ..linalg.spectral import square_root
 from .algebra import Snapshot
 from .densities import REACH, Tilted, mixture, nodes
 from .expectation import Points, quadrature_points
 from .joint import Blocks, Joint, Shared, correlations, covariances, joint_of
-from .leave_one_out import square_root
 from .structure import ModelStructure
 
 #: points for each of k entries of f: given x, and for the evidence, where q(f_j) is wider

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .algebra import Algebra, GaussianPotential, Pairs, View
+from ..linalg.products import matvec
+from .algebra import Algebra, GaussianPotential, Pairs, SiteTensors, View
 from .bound_model import BoundModel, moves
 from .new_inputs import KnownInputs
 from .structure import Kept, LinearMap, ModelStructure
@@ -63,6 +64,12 @@ class WhitePosterior:
         rest = self.root[left_out:, left_out:]
         return torch.linalg.solve_triangular(rest, rows.flip(-1).mT, upper=False)
 
+    def sensitivity(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """How far variances of ``rows`` (n, k, R) of eps move, (n, k), where each entry of W does by 1
+        relative to its diagonal, with a sign of its own; means by the root of that times the other."""
+        diagonal = 1.0 + self.evidence.precision.diagonal()
+        return self.solve(rows).square() @ diagonal, self.mean.square() @ diagonal
+
     def covariance_half(self) -> Tensor:
         """H (R, R) with H'H the covariance of eps."""
         return self.half(self.mean.new_ones(len(self.mean)).diag())
@@ -94,6 +101,43 @@ class WhitePosterior:
         """A draw for white ``noise`` (..., R)."""
         scaled = torch.linalg.solve_triangular(self.root.mT, noise.unsqueeze(-1), upper=True)
         return self.mean + scaled.squeeze(-1).flip(-1)
+
+
+def remainders(
+    maps: Mapping[str, LinearMap], sites: SiteTensors, name: str, limit: int
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """1 - Lambda C (n, 1, 1) and nu - Lambda m (n, 1) of a group of width 1, without a subtraction, and
+    how far roundings move the former, (n,).  ``None`` for more than ``limit`` rows.
+
+    Over the rows of all groups, with d = |diag Lambda|^1/2, and K = A A',
+
+        I - Lambda A W^-1 A' = (I + Lambda K)^-1 = d B^-1 d^-1,   B = I + d^-1 Lambda K d,
+
+    whose entries have as many digits as B^-1, however near to 0 they are.  In float64, where a device
+    has it: a wide prior makes the rows of B nearly the same.
+    """
+    if sum(nu.numel() for nu, _ in sites.values()) > limit:
+        return None
+    before = next(iter(sites.values()))[0]
+    dtype = before.dtype if before.device.type == "mps" else torch.float64
+    sizes, parts = [], []
+    for other, (nu, Lambda) in sites.items():
+        L, A, b = (x.to(dtype) for x in (Lambda, maps[other].design, maps[other].offset))
+        d = L.diagonal(dim1=-2, dim2=-1).abs().sqrt()
+        rows = A, L @ A, nu.to(dtype) - matvec(L, b), torch.where(d > 0.0, d, 1.0)
+        sizes.append(nu.numel())
+        parts.append((*(x.flatten(0, 1) for x in rows[:2]), *(x.flatten() for x in rows[2:])))
+    A, weighted, g, d = map(torch.cat, zip(*parts, strict=True))
+    B = (weighted / d.unsqueeze(-1)) @ (A * d.unsqueeze(-1)).mT
+    B.diagonal().add_(1.0)
+    inverse, info = torch.linalg.inv_ex(B)
+    if bool(info > 0):
+        return None
+    error = torch.finfo(dtype).eps * (inverse.square() @ B.diagonal().abs())
+    found = inverse.diagonal(), d * (inverse @ (g / d)), error
+    at = list(sites).index(name)
+    M, g, error = (x.split(sizes)[at].to(before.dtype) for x in found)
+    return M.reshape(-1, 1, 1), g.unsqueeze(-1), error
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from ..guides.marginals import place
+from ..linalg.spectral import square_root
 from .algebra import Snapshot
 from .bound_model import moves
 from .chain import ChainPosterior
 from .dense import NoisePosterior, WhitePosterior
-from .leave_one_out import square_root
 from .structure import Group, ModelStructure
 
 #: most numbers of a joint root, and variance of u that another datum need not tell
@@ -159,3 +159,23 @@ def correlations(K: Blocks, root: Mapping[int, Tensor]) -> Blocks:
         left = torch.einsum("nia,namb->nimb", inverse[k], x)
         found[k, other] = torch.einsum("nimb,mjb->nimj", left, inverse[other]).clamp_(-1.0, 1.0)
     return found
+
+
+def white_posterior(at: Snapshot, what: str) -> WhitePosterior:
+    if not isinstance(at.posterior, WhitePosterior):
+        raise NotImplementedError(
+            f"Influence: {what} needs the joint posterior of the whole block, and a state-space prior "
+            f"keeps that of single states. distance, kl and prediction of single data are there."
+        )
+    return at.posterior
+
+
+@torch.no_grad()
+def in_latent(at: Snapshot, white: Tensor) -> Tensor:
+    """Shifts (n, R) of the white block as shifts (n, D) of the latent variables."""
+    designs = [process.design for process in at.view.processes]
+    if designs:  # inducing points: the processes' own values, at all inputs
+        parts = white.split([A.shape[-1] for A in designs], -1)
+        return torch.cat([part @ A.mT for part, A in zip(parts, designs, strict=True)], -1)
+    noises = white if at.view.basis is None else white @ at.view.basis.mT
+    return moves(at.call.flat_block, noises)

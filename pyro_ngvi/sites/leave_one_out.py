@@ -23,9 +23,10 @@ C r = (C_ g)' r, and
 
     KL(q without t_n || q) = (tr M^-1 - k + log |M| + r' C r) / 2.
 
-All of it needs the k x k marginals only, so it holds in every algebra (Opper & Winther 2000).  A set G
-of data is one site of its stacked predictors; where these have more entries than the block, of the
-block itself:
+All of it needs the k x k marginals only, so it holds in every algebra (Opper & Winther 2000).  Where
+noise is far below what the other data leave open, M is near 0, and its subtraction leaves no digits:
+then :func:`.dense.remainders` has M and g for k = 1, and else the datum is *lost*.  A set G of data is
+one site of its stacked predictors; where these have more entries than the block, of the block itself:
 
     Lambda_G -> A_G' Lambda_G A_G,    g_G -> A_G' g_G,    C_G -> V.
 
@@ -49,22 +50,29 @@ import torch
 from torch import Tensor
 
 from ..linalg.products import matvec
+from ..linalg.spectral import square_root
 from ..optim.rule import require
 from .algebra import Snapshot
-from .bound_model import moves
-from .dense import WhitePosterior
+from .dense import WhitePosterior, remainders
 from .expectation import quadrature_points
+from .joint import in_latent, white_posterior
 
 #: points for each entry of f for up to three, and in all for more: p is less smooth than log p
 ORDERS, SOBOL = {1: 128, 2: 32, 3: 16}, 8192
 #: entries of f that are evaluated at once
 CHUNK = 2**23
+#: rows of all data, or D if more, up to which roundings are answered by a matrix of N x N
+FEW = 1024
+#: error of a log density from roundings, in nats, above which it is lost: N of them with random signs
+#: add up to 1/14 of the standard error of the sum, sqrt(N / 2) nats for Gaussian data
+LOST = 0.05
 
 
 @dataclass(frozen=True)
 class Cavity:
     """Gaussians of f without their sites, and how far q is from there; NaN where not ``proper`` (n,).
 
+    Those that are ``lost`` (n,) to roundings do not count as proper, as nobody knows of them.
     ``move`` (n, k) is m - m_, ``pull`` (n, k) is r; ``distance`` (n,) and ``kl`` (n,) are those of an
     :class:`Influence`.
     """
@@ -72,47 +80,73 @@ class Cavity:
     mean: Tensor
     covariance: Tensor
     proper: Tensor
+    lost: Tensor
     move: Tensor
     pull: Tensor
     distance: Tensor
     kl: Tensor
 
 
-def divide_out(mean: Tensor, covariance: Tensor, linear: Tensor, precision: Tensor) -> Cavity:
-    """The cavities of q(f) = N(mean (n, k), covariance (n, k, k)) without sites (n, k), (n, k, k)."""
+def cavities(at: Snapshot, name: str) -> Cavity:
+    """Those of every datum of a group."""
+    m, q = at.marginals[name], at.posterior
+    what, dense = (m.mean, m.covariance, *at.sites[name]), isinstance(q, WhitePosterior)
+    eps, moved, size = torch.finfo(m.mean.dtype).eps, m.covariance.diagonal(dim1=-2, dim2=-1), 0.0
+    if dense:
+        moved, size = q.sensitivity(at.view.maps[name].design)
+    of_M = (what[3].diagonal(dim1=-2, dim2=-1).abs() * moved).sum(-1)
+    of_mean = torch.maximum(m.mean.abs(), (moved * size).sqrt())
+    found = divide_out(*what, errors=(4.0 * eps * of_M, eps * of_mean))
+    if dense and at.complete and m.mean.shape[-1] == 1 and bool(found.lost.any()):
+        left = remainders(at.view.maps, at.sites, name, max(len(q.mean), FEW))
+        if left is not None:
+            errors = 4.0 * left[2], torch.zeros_like(m.mean)
+            found = divide_out(*what, errors=errors, left=left[:2])
+    return found
+
+
+def divide_out(
+    mean: Tensor,
+    covariance: Tensor,
+    linear: Tensor,
+    precision: Tensor,
+    *,
+    errors: tuple[Tensor, Tensor] | None = None,
+    left: tuple[Tensor, Tensor] | None = None,
+) -> Cavity:
+    """The cavities of q(f) = N(mean (n, k), covariance (n, k, k)) without sites (n, k), (n, k, k).
+
+    ``errors`` are those of M (n,) and of the mean in g (n, k); ``left`` has M and g known otherwise.
+    """
     k = mean.shape[-1]
     finite = torch.isfinite(covariance).all(-1).all(-1)
     S = square_root(torch.where(finite.reshape(-1, 1, 1), covariance, 0.0))
     Lambda = 0.5 * (precision + precision.mT)
     identity = torch.eye(k, dtype=mean.dtype, device=mean.device)
-    chol, info = torch.linalg.cholesky_ex(identity - S.mT @ Lambda @ S)
-    g = linear - matvec(Lambda, mean)
+    M, g = left or (identity - S.mT @ Lambda @ S, linear - matvec(Lambda, mean))
+    chol, info = torch.linalg.cholesky_ex(M)
     proper = (info == 0) & finite & torch.isfinite(g).all(-1)
     inverse = torch.linalg.solve_triangular(chol, identity.expand_as(chol), upper=False)
+    trace, lost = inverse.square().sum((-2, -1)), torch.zeros_like(finite)
+    if errors is not None:  # over M, which may be rounding alone where it is below 0, and in sds
+        least = M.diagonal(dim1=-2, dim2=-1).abs().amin(-1)
+        over = torch.where(proper, trace, least.reciprocal())
+        blur = (Lambda.diagonal(dim1=-2, dim2=-1).abs() * errors[1]).unsqueeze(-2) @ S.abs()
+        lost = finite & (errors[0] * over + blur.sum((-2, -1)) * over.sqrt() > LOST)
+    proper = proper & ~lost
     half = inverse @ S.mT
-    left = half.mT @ half
-    move = matvec(left, g)
+    C = half.mT @ half
+    move = matvec(C, g)
     pull = g + matvec(Lambda, move)
     square = (move * pull).sum(-1).clamp_min(0.0)
     log_det = 2.0 * torch.diagonal(chol, dim1=-2, dim2=-1).log().sum(-1)
-    kl = 0.5 * (inverse.square().sum((-2, -1)) - k + log_det + square)
+    kl = 0.5 * (trace - k + log_det + square)
 
     def known(x: Tensor) -> Tensor:
         return torch.where(proper.reshape(-1, *[1] * (x.dim() - 1)), x, torch.nan)
 
     figures = map(known, (move, pull, square.sqrt(), kl.clamp_min(0.0)))
-    return Cavity(known(mean - move), known(left), proper, *figures)
-
-
-def square_root(covariance: Tensor) -> Tensor:
-    """S (n, k, k) with S S' = C for positive semi-definite C (n, k, k): D U w^1/2, with D the sds and
-    U w U' the correlations."""
-    sd = covariance.diagonal(dim1=-2, dim2=-1).clamp_min(0.0).sqrt().unsqueeze(-1)
-    if covariance.shape[-1] == 1:
-        return sd
-    unit = torch.where(sd > 0.0, sd, torch.inf).reciprocal()
-    values, vectors = torch.linalg.eigh((unit * covariance * unit.mT).clamp(-1.0, 1.0))
-    return sd * vectors * values.clamp_min(0.0).sqrt().unsqueeze(-2)
+    return Cavity(known(mean - move), known(C), proper, lost, *figures)
 
 
 @dataclass(frozen=True)
@@ -120,12 +154,13 @@ class SiteLOO:
     """Expected log predictive density of new data, by leave-one-out, in nats.
 
     Attributes:
-        elpd: sum over all data; NaN where some cavity is not proper.
+        elpd: sum over all data; NaN where some cavity is not proper, or lost to roundings.
         se: standard error of ``elpd`` as a sum of N independent terms.
         p_loo: log density of the data under q less ``elpd``, the effective number of parameters.
         pointwise: by group, log p(y_n | y_-n) (N,); NaN where the cavity is not proper, or no datum is.
         improper: how many data have a cavity that is not a proper Gaussian.
         absent: how many are missing (NaN) or masked.
+        lost: how many have a density that roundings may move by ``LOST`` = 0.05 nats; NaN, too.
     """
 
     elpd: float
@@ -134,6 +169,7 @@ class SiteLOO:
     pointwise: dict[str, Tensor] = field(repr=False)
     improper: int
     absent: int
+    lost: int = 0
 
     @property
     def count(self) -> int:
@@ -142,6 +178,12 @@ class SiteLOO:
 
     def __str__(self) -> str:
         of = f"of {self.count} data"
+        if self.lost:
+            dtype = next(iter(self.pointwise.values())).dtype
+            return (
+                f"No elpd: the digits of {self.lost} {of} are lost in {dtype}: their noise is too far "
+                f"below what the other data leave open. Use torch.float64, or a larger noise."
+            )
         if self.improper:
             rest = sum(float(x.nansum()) for x in self.pointwise.values())
             return (
@@ -158,22 +200,24 @@ class SiteLOO:
 @torch.no_grad()
 def loo_of(at: Snapshot) -> SiteLOO:
     """The leave-one-out densities of every datum of a snapshot."""
-    pointwise, improper, absent, gained = {}, 0, 0, 0.0
+    pointwise, improper, lost, absent, gained = {}, 0, 0, 0, 0.0
     for name, m in at.marginals.items():
-        cavity = divide_out(m.mean, m.covariance, *at.sites[name])
+        cavity = cavities(at, name)
         left = cavity.covariance if m.rest is None else cavity.covariance + m.rest
         without, silent = _log_predictive(at, name, cavity.mean, left)
         with_it, _ = _log_predictive(at, name, *m.whole)
         known = cavity.proper & ~silent
         pointwise[name] = torch.where(known, without, torch.nan)
-        improper += int((~cavity.proper & ~silent).sum())
+        improper += int((~cavity.proper & ~cavity.lost & ~silent).sum())
+        lost += int((cavity.lost & ~silent).sum())
         absent += int(silent.sum())
         gained += float(torch.where(known, with_it - without, 0.0).sum())
-    terms = torch.cat([x[~x.isnan()] for x in pointwise.values()])
-    elpd, se = float(terms.sum()), float((len(terms) * terms.var(correction=0)).sqrt())
-    if improper:
+    if improper or lost:
         elpd = se = gained = float("nan")
-    return SiteLOO(elpd, se, gained, pointwise, improper, absent)
+    else:
+        terms = torch.cat([x[~x.isnan()] for x in pointwise.values()])
+        elpd, se = float(terms.sum()), float((len(terms) * terms.var(correction=0)).sqrt())
+    return SiteLOO(elpd, se, gained, pointwise, improper, absent, lost)
 
 
 def _log_predictive(
@@ -224,7 +268,7 @@ class Influence:
         kl: (G,), KL(q without || q) in nats.
         prediction: for each the shift (k,) of the mean of its own f, with less without; (G, k) for
             single data, a list of (n, k) for sets.
-        improper: how many leave no proper Gaussian; their figures are NaN.
+        improper: how many leave no proper Gaussian, or one lost to roundings; their figures are NaN.
     """
 
     group: str
@@ -263,20 +307,19 @@ def influence_of(at: Snapshot, group: str, sets: Sequence[Tensor] | None) -> Inf
     """The influence of every datum of a group, or of each of some sets of them (numbers)."""
     if sets is not None:
         return _of_sets(at, group, sets)
-    marginals = at.marginals[group]
-    cavity = divide_out(marginals.mean, marginals.covariance, *at.sites[group])
+    cavity = cavities(at, group)
 
     def shift(chosen: Tensor) -> Tensor:
         design = at.view.maps[group].design[chosen]
         pulls = torch.einsum("nkr,nk->nr", design, cavity.pull[chosen])
-        return _in_latent(at, _white(at, "shift()").solve(pulls))
+        return in_latent(at, white_posterior(at, "shift()").solve(pulls))
 
     improper = int((~cavity.proper).sum())
     return Influence(group, cavity.distance, cavity.kl, cavity.move, improper, shift)
 
 
 def _of_sets(at: Snapshot, group: str, sets: Sequence[Tensor]) -> Influence:
-    q, design = _white(at, "groups="), at.view.maps[group].design
+    q, design = white_posterior(at, "groups="), at.view.maps[group].design
     mean, (linear, precision) = at.marginals[group].mean, at.sites[group]
     figures, predictions, pulls = [], [], []
     for index in sets:
@@ -296,26 +339,6 @@ def _of_sets(at: Snapshot, group: str, sets: Sequence[Tensor]) -> Influence:
     distance, kl, proper = map(torch.cat, zip(*figures, strict=True))
 
     def shift(chosen: Tensor) -> Tensor:
-        return _in_latent(at, q.solve(torch.stack(pulls)[chosen]))
+        return in_latent(at, q.solve(torch.stack(pulls)[chosen]))
 
     return Influence(group, distance, kl, predictions, int((~proper).sum()), shift)
-
-
-def _white(at: Snapshot, what: str) -> WhitePosterior:
-    if not isinstance(at.posterior, WhitePosterior):
-        raise NotImplementedError(
-            f"Influence: {what} needs the joint posterior of the whole block, and a state-space prior "
-            f"keeps that of single states. distance, kl and prediction of single data are there."
-        )
-    return at.posterior
-
-
-@torch.no_grad()
-def _in_latent(at: Snapshot, white: Tensor) -> Tensor:
-    """Shifts (n, R) of the white block as shifts (n, D) of the latent variables."""
-    designs = [process.design for process in at.view.processes]
-    if designs:  # inducing points: the processes' own values, at all inputs
-        parts = white.split([A.shape[-1] for A in designs], -1)
-        return torch.cat([part @ A.mT for part, A in zip(parts, designs, strict=True)], -1)
-    noises = white if at.view.basis is None else white @ at.view.basis.mT
-    return moves(at.call.flat_block, noises)

@@ -12,7 +12,11 @@ from torch.distributions import kl_divergence
 
 from pyro_ngvi import CVI, AutoSites, SitesELBO
 from pyro_ngvi.distributions import GaussianProcess, local_level
-from pyro_ngvi.sites.leave_one_out import divide_out, square_root
+from pyro_ngvi.linalg.spectral import square_root
+from pyro_ngvi.sites.algebra import potential_of
+from pyro_ngvi.sites.dense import remainders
+from pyro_ngvi.sites.leave_one_out import divide_out
+from pyro_ngvi.sites.structure import LinearMap
 from tests.exact.site_models import all_but, cases, gap
 
 both = pytest.mark.parametrize("name", ["regression", "pairs"])
@@ -175,6 +179,81 @@ def test_improper_cavity_leaves_no_elpd() -> None:
     assert "1 of 12 data have a cavity" in str(loo)
     assert influence.improper == 1 and influence.most(1).tolist() == [4]
     assert "1 leave no proper Gaussian" in str(influence)
+
+
+def _smooth(dtype: torch.dtype, sd: float, jitter: float) -> tuple[AutoSites, Tensor]:
+    """A Gaussian process of 20 data with almost no noise, and their exact densities."""
+    generator = torch.Generator().manual_seed(1)
+    x = 10.0 * torch.rand(20, generator=generator).sort().values
+    y = (x.sin() + sd * torch.randn(20, generator=generator)).to(dtype)
+
+    def kernel(X: Tensor, Z: Tensor | None = None, diag: bool = False) -> Tensor:
+        if diag:
+            return 2.0 * torch.ones_like(X)
+        return 2.0 * torch.exp(-0.5 * ((X[:, None] - (X if Z is None else Z)) / 1.5) ** 2)
+
+    def model(X: Tensor, y: Tensor) -> None:
+        f = pyro.sample("f", GaussianProcess(kernel, X, jitter=jitter))
+        with pyro.plate("data", len(X)):
+            pyro.sample("y", dist.Normal(f, sd), obs=y)
+
+    guide, x = AutoSites(model), x.to(dtype)
+    SVI(model, guide, CVI(guide), SitesELBO()).step(x, y)
+    P = torch.linalg.inv(kernel(x.double()) + (jitter + sd**2) * torch.eye(20))
+    mean, variance = y.double() - (P @ y.double()) / P.diagonal(), P.diagonal().reciprocal()
+    return guide, dist.Normal(mean, variance.sqrt()).log_prob(y.double())
+
+
+def test_loo_of_almost_no_noise_keeps_its_digits() -> None:
+    """1 - Lambda C is 4e-10, and C is known to 5e-9 of itself.  In float32 roundings of K count: 1e-7
+    beside a jitter of 1e-4."""
+    guide, expected = _smooth(torch.float64, 2e-8, 1e-6)
+    torch.testing.assert_close(guide.loo().pointwise["y"], expected, rtol=0, atol=1e-6)
+    assert guide.influence().improper == 0
+    torch.set_default_dtype(torch.float32)
+    for sd in (5e-4, 1e-5):
+        guide, expected = _smooth(torch.float32, sd, 1e-4)
+        found = guide.loo()
+        assert found.lost == 0
+        torch.testing.assert_close(found.pointwise["y"].double(), expected, rtol=0, atol=5e-3)
+
+
+def test_remainders_are_those_of_a_subtraction() -> None:
+    """Of two groups that see the same block, and sites of either sign or of none."""
+    A, B, R = torch.randn(6, 1, 5), torch.randn(3, 2, 5), torch.eye(5)
+    maps = {"a": LinearMap(A, torch.randn(6, 1)), "b": LinearMap(B, torch.randn(3, 2))}
+    half = 0.3 * torch.randn(3, 2, 2)
+    signs = torch.tensor([1.0, -0.01, 0.0, 2.0, 1.0, 0.5]).reshape(6, 1, 1)
+    sites = {"a": (torch.randn(6, 1), signs), "b": (torch.randn(3, 2), half @ half.mT)}
+    both = potential_of(maps["a"], *sites["a"]).plus(potential_of(maps["b"], *sites["b"]))
+    C = torch.linalg.inv(R + both.precision)
+    mean = A @ (C @ both.linear) + maps["a"].offset
+    found = remainders(maps, sites, "a", 12)
+    assert found is not None and remainders(maps, sites, "a", 11) is None
+    M, g, _ = found
+    torch.testing.assert_close(M, 1.0 - signs * (A @ C @ A.mT), rtol=0, atol=1e-12)
+    torch.testing.assert_close(g, sites["a"][0] - signs[:, :, 0] * mean, rtol=0, atol=1e-12)
+
+
+def test_densities_of_which_no_digit_is_left_are_lost() -> None:
+    y = torch.cumsum(0.5 * torch.randn(20), 0).float()
+    torch.set_default_dtype(torch.float32)
+
+    def chain(y: Tensor, sd: float) -> None:
+        z = pyro.sample("z", local_level(20, initial_scale=1.0, step_scale=0.5))
+        with pyro.plate("t", 20):
+            pyro.sample("y", dist.Normal(z[:, 0], sd), obs=y)
+
+    def loo(sd: float) -> Any:
+        guide = AutoSites(chain)
+        SVI(chain, guide, CVI(guide), SitesELBO()).step(y, sd)
+        return guide.loo()
+
+    fine, lost = loo(0.05), loo(2e-4)
+    assert (fine.lost, fine.improper) == (0, 0) and "elpd_loo" in str(fine)
+    assert lost.lost > 0 and lost.improper == 0 and lost.elpd != lost.elpd
+    assert int(lost.pointwise["y"].isnan().sum()) == lost.lost
+    assert f"the digits of {lost.lost} of 20 data are lost in torch.float32" in str(lost)
 
 
 def test_state_space_prior_has_the_densities_of_its_gaussian() -> None:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from pyro_ngvi import SitesELBO
+from pyro_ngvi.linalg.spectral import square_root
 from pyro_ngvi.sites.corrections import DEGREE, _averages, _pairs
 from pyro_ngvi.sites.expectation import quadrature_points
 from pyro_ngvi.sites.joint import correlations, covariances, inverse_root, shared_of
-from pyro_ngvi.sites.leave_one_out import square_root
 from tests.exact.site_quadrature import (
     LINE,
     PAIR,
