@@ -281,8 +281,9 @@ class Units:
                 blocks.append(site.rows(fn.scale.expand(fn.batch_shape)).diag_embed())
                 continue
             root: Any = offset_and_root(fn)[1]
-            # behind a matrix, not a vector
-            root = root.unsqueeze(0) if site.axis is None else root.movedim(site.axis - 1, 0)
+            # behind a matrix, not an event
+            axis = None if site.axis is None else site.axis + fn.event_dim - 2
+            root = root.unsqueeze(0) if axis is None else root.movedim(axis, 0)
             blocks += root.reshape(len(root), -1, *root.shape[-2:]).unbind(1)
         rows, end = [], 0  # torch.block_diag has no form for many, and under vmap takes one by one
         for block in blocks:

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import pyro_ngvi as ngvi
 from pyro_ngvi.diagnostics import loo_units
 from pyro_ngvi.diagnostics.draws import guide_draws
+from pyro_ngvi.distributions import local_level
 from pyro_ngvi.hierarchy.conditional import (
     Conditionals,
     Sites,
@@ -599,6 +600,31 @@ def test_integrated_likelihoods_are_those_of_quadrature() -> None:
     prior = dist.Normal(m[:, None, None], 0.8).log_prob(u[:, None])
     wanted = torch.logsumexp(log_p + prior, 1) + math.log(16.0 / 4000.0)
     assert torch.allclose(found, wanted, rtol=0.0, atol=1e-7)
+
+
+@pytest.mark.parametrize("pair", [False, True])
+def test_units_that_are_chains_have_the_likelihoods_of_their_gaussians(pair: bool) -> None:
+    """3 units of a random walk of 4 steps, or of two of them, whose scale is a global."""
+    y = normal(3, *[2] * pair, 4, seed=12)
+
+    def walks() -> None:
+        s: Any = pyro.sample("s", dist.HalfNormal(y.new_ones(())))
+        prior: Any = local_level(4, initial_scale=2.0, step_scale=s)
+        with pyro.plate("units", 3):
+            u: Any = pyro.sample("u", prior.expand([3, 2]).to_event(1) if pair else prior)
+            pyro.sample("y", dist.Normal(u[..., 0], 0.3).to_event(1 + pair), obs=y)
+
+    fit = ngvi.fit(walks, seed=0, max_steps=5, progress=False)
+    guide: Any = fit.guide
+    assert isinstance(guide, ngvi.AutoHierarchical)
+    scales = torch.tensor([0.2, 0.9]).double()
+    given = guide.units.given(guide._call((), {}), {"s": scales})
+    found = integrated(guide.units, given, guide._conditionals(given), 2).log_marginals
+    t = torch.arange(4).double()
+    for s, each in zip(scales, found, strict=True):
+        C = 4.0 + s**2 * torch.minimum(t[:, None], t) + 0.09 * torch.eye(4)
+        wanted = dist.MultivariateNormal(torch.zeros(4), C).log_prob(y)
+        assert torch.allclose(each, wanted.reshape(3, -1).sum(1), rtol=0.0, atol=1e-10)
 
 
 class Counted(TorchDispatchMode):
