@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from pyro import poutine
 from torch import Tensor
 
+from ..hierarchy.marginal import integrated, log_likelihoods
 from ..runtime.density import Sites, site_log_prob
 from ..runtime.model_density import Parts, map_draws
 from .arviz_compat import elpd_data
@@ -220,21 +222,24 @@ class UnitLOO:
     Attributes:
         elpd: sum over the units.
         se: standard error of ``elpd`` as a sum of independent terms.
-        pointwise: log p(y_i | y_-i) (B,).
+        pointwise: log p(y_i | y_-i) (B,); NaN of a unit without data.
         khat: Pareto k-hat of each unit's weights (B,); above 0.7 its density is not to be trusted.
+        absent: how many units have no data, but for missing or masked ones.
     """
 
     elpd: float
     se: float
     pointwise: Tensor = field(repr=False)
     khat: Tensor = field(repr=False)
+    absent: int = 0
 
     def __str__(self) -> str:
         bad = int((self.khat > PARETO).sum())
         word = f"; k-hat above {PARETO} in {bad}" if bad else ""
+        gone = f"; {self.absent} without data" if self.absent else ""
         return (
             f"elpd_loo {self.elpd:.2f} nats, standard error {self.se:.2f} "
-            f"(of {len(self.pointwise)} units{word})"
+            f"(of {len(self.pointwise) - self.absent} units{gone}{word})"
         )
 
 
@@ -274,9 +279,15 @@ def loo_units(
             f"loo_units leaves out one unit after the other, and all is one block here: {guide.units}. "
             f"Take pyro_ngvi.diagnostics.loo, which leaves out data."
         )
-    log_l = guide.log_marginals(*args, num_draws=num_draws, points=points, **kwargs)
+    with torch.no_grad(), poutine.block():
+        given, q = guide._at_draws(args, kwargs, num_draws)
+        log_l = integrated(guide.units, given, q, points).log_marginals
+        # masked terms are 0 exactly, and no others are at each draw of v
+        absent = (log_likelihoods(guide.units, given, q.white) == 0.0).all(0).cpu()
     found = [_without(x, 0.0) for x in log_l.double().cpu().numpy().T]
     pairs = torch.tensor([(term, weights.khat) for term, weights in found], dtype=torch.float64)
     pointwise, khat = pairs.unbind(1)
-    se = float((len(found) * pointwise.var(correction=0)).sqrt())
-    return UnitLOO(float(pointwise.sum()), se, pointwise, khat)
+    pointwise, khat = (torch.where(absent, torch.nan, x) for x in (pointwise, khat))
+    terms = pointwise[~absent]
+    se = float((len(terms) * terms.var(correction=0)).sqrt())
+    return UnitLOO(float(terms.sum()), se, pointwise, khat, int(absent.sum()))

@@ -274,10 +274,13 @@ class AutoHierarchical(MadeAtFirstCall):
         """log p(y_i | v), u_i integrated out by quadrature, at ``num_draws`` draws of v: (draws, units
         of the call), in nats; arguments as for :meth:`quantiles`, ``points`` as for ``collapse``."""
         with poutine.block():
-            given = self._given_globals(args, kwargs, num_draws)
-            q = at_globals(self.units, given, self._conditionals(given))
-            given = told_apart(self.units, given, q)
+            given, q = self._at_draws(args, kwargs, num_draws)
             return integrated(self.units, given, q, points).log_marginals
+
+    def _at_draws(self, args: Any, kwargs: Any, draws: int) -> tuple[Given, Conditionals]:
+        given = self._given_globals(args, kwargs, draws)
+        q = at_globals(self.units, given, self._conditionals(given))
+        return told_apart(self.units, given, q), q
 
     def _given_globals(
         self, args: Any, kwargs: Any, draws: int | None = None, learning: bool = False

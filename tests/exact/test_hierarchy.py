@@ -2,7 +2,7 @@
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pyro
 import pyro.distributions as dist
@@ -574,6 +574,33 @@ def test_units_left_out_of_a_gaussian_model() -> None:
     assert found.elpd == pytest.approx(float(sum(wanted)), abs=0.1)
     assert (found.khat < 0.7).all()
     assert str(found).startswith(f"elpd_loo {found.elpd:.2f} nats")
+
+
+def test_units_without_data_are_no_terms_of_those_left_out() -> None:
+    """One that is masked, and one that no datum names."""
+    unit = torch.tensor([0, 0, 1, 2, 2, 4, 4, 4])
+    y, seen = normal(8, seed=9), cast(Any, unit != 2)
+
+    def model() -> None:
+        m: Any = pyro.sample("m", dist.Normal(y.new_zeros(()), 1.0))
+        with pyro.plate("units", 5):
+            u: Any = pyro.sample("u", dist.Normal(m, 1.0))
+        with pyro.plate("data", 8), poutine.mask(mask=seen):
+            pyro.sample("y", dist.Normal(u[..., unit], 0.5), obs=y)
+
+    fit = ngvi.fit(model, guide="AutoHierarchical", seed=0, max_steps=20, progress=False)
+    found = loo_units(fit.guide, num_draws=200)
+    terms = found.pointwise[[0, 1, 4]]
+    assert found.absent == 2 and found.pointwise.isnan().tolist() == [
+        False,
+        False,
+        True,
+        True,
+        False,
+    ]
+    assert found.elpd == pytest.approx(float(terms.sum()), rel=1e-12)
+    assert found.se == pytest.approx(float((3.0 * terms.var(correction=0)).sqrt()), rel=1e-12)
+    assert "(of 3 units; 2 without data" in str(found)
 
 
 def test_integrated_likelihoods_are_those_of_quadrature() -> None:
