@@ -227,8 +227,20 @@ def run_vectorized(
         else:
             batched[name], lead = w.reshape(own.numel(), *shape), own
 
-    def run(weights: dict[str, Tensor]) -> Any:
-        return torch.func.functional_call(module, {**weights, **shared}, inputs)
+    # each place of a parameter, of each module once: left to find the places, functional_call leaves
+    # a module that stands under several names without its parameters
+    named = {id(p): name for name, p in module.named_parameters()}
+    places = {
+        f"{path}.{leaf}".lstrip("."): named[id(p)]
+        for path, part in module.named_modules()
+        for leaf, p in part.named_parameters(recurse=False)
+        if named[id(p)] in weights
+    }
+
+    def run(batched: dict[str, Tensor]) -> Any:
+        here = {**batched, **shared}
+        own = {place: here[name] for place, name in places.items()}
+        return torch.func.functional_call(module, own, inputs, tie_weights=False)
 
     if not batched:
         return run({}), 0

@@ -141,6 +141,40 @@ def test_tied_parameters_are_one_site() -> None:
     torch.testing.assert_close(poutine.condition(model, w)(x), expected)
 
 
+class CalledTwice(nn.Module):
+    """One layer that stands in one place, and is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.out = nn.Linear(2, 2), nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.a(torch.tanh(self.a(x)))))
+
+
+@pytest.mark.parametrize("curvature", [None, "gauss_newton"])
+def test_a_layer_in_two_places_trains_as_one_that_is_called_twice(curvature: Any) -> None:
+    x, y = classes()
+    once = CalledTwice()
+    twice = nn.Sequential(once.a, nn.Tanh(), once.a, nn.Tanh(), once.out)
+    found = []
+    for module in (once, twice):
+        model = bayesianize(module, "categorical", num_data=N)
+        assert len(model.sites) == 4
+        guide: Any = ngvi.AutoMeanFieldNormal(
+            model, init_loc_fn=model.init_to_module, init_scale=0.1
+        )
+        rule = ngvi.NGVB if curvature is None else ngvi.optim.VOGN
+        svi = SVI(model, guide, rule(guide), ngvi.BatchedELBO(2, curvature=curvature))
+        pyro.set_rng_seed(0)
+        losses = [svi.step(x, y) for _ in range(3)]
+        q = guide.get_posterior()
+        found.append((torch.tensor(losses), q.mean, q.variance))
+        model.module(x)  # its own weights are back
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
 def test_the_users_module_stays_as_it_is() -> None:
     net = mlp()
     before = copy.deepcopy(net.state_dict())
