@@ -21,14 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from ..linalg.host import own_random_state, random_states, set_random_states
-from .density import (
-    Site,
-    Sites,
-    feasible_value,
-    innermost,
-    is_latent,
-    is_minibatch,
-)
+from .density import Site, Sites, feasible_value, innermost, is_latent, is_minibatch
 from .stand_ins import stand_ins
 
 T = TypeVar("T")
@@ -43,13 +36,18 @@ class CannotBatch(RuntimeError):
     """A program cannot run under ``torch.func.vmap``; ``where`` it stopped."""
 
     def __init__(self, where: str, reason: str, singular: bool = False) -> None:
+        advice = (
+            "Keep latent values in torch (no .item(), if or NumPy) and out of in-place writes, or use "
+            "pyro.infer.Trace_ELBO."
+        )
+        if "inplace randomness" in reason:
+            reason = "it draws numbers itself, as at a site that poutine.block hides"
+            advice = "Inside of the block, give such a site a value by poutine.condition."
         super().__init__(
             f"A matrix of the program cannot be factored or inverted at one of the draws ({where}). "
             f"Add more to its diagonal, or take float64."
             if singular
-            else f"The program cannot run under torch.func.vmap ({where}): {reason}. Keep latent "
-            f"values in torch (no .item(), if or NumPy) and out of in-place writes, or use "
-            f"pyro.infer.Trace_ELBO."
+            else f"The program cannot run under torch.func.vmap ({where}): {reason}. {advice}"
         )
         self.where = where
 

@@ -1,5 +1,6 @@
 """Every refusal of BatchedELBO: the site, the reason, the way out."""
 
+import math
 from collections.abc import Callable
 from itertools import count
 from typing import Any
@@ -10,7 +11,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
-from pyro.infer import config_enumerate
+from pyro.infer import SVI, config_enumerate
 from pyro.infer.autoguide import (
     AutoDiagonalNormal,
     AutoMultivariateNormal,
@@ -22,6 +23,7 @@ from torch.distributions import constraints
 
 from pyro_ngvi import AutoFullRankNormal
 from pyro_ngvi.losses import BatchedELBO
+from pyro_ngvi.optim import VON
 from pyro_ngvi.runtime.model_density import batched_trace
 
 pytestmark = pytest.mark.usefixtures("plain_start")
@@ -173,6 +175,28 @@ def test_sampler_without_a_batching_rule() -> None:
         assert torch.isfinite(loss(model, guide))
     with pytest.raises(RuntimeError, match=r"cannot run under torch.func.vmap.*Trace_ELBO"):
         batched_trace(guide, {}, num_particles=2)
+
+
+def test_a_hidden_site_that_draws_is_named_with_a_way_out() -> None:
+    """A curvature cannot be run particle by particle."""
+    given: dict[str, Any] = {}
+
+    def model() -> None:
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        with poutine.block(hide=["junk"]), poutine.condition(data=given):
+            pyro.sample("junk", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(w, 1.0).to_event(1), obs=torch.ones(2))
+
+    guide = AutoFullRankNormal(model)
+    svi = SVI(model, guide, VON(guide), BatchedELBO(2, curvature="hessian"))
+    with pytest.raises(
+        RuntimeError, match=r"poutine.block hides.*value by poutine.condition"
+    ) as error:
+        svi.step()
+    assert len(str(error.value)) <= 240
+    given["junk"] = torch.tensor(0.5)
+    found: Any = svi.step()
+    assert math.isfinite(found)
 
 
 def test_an_error_of_the_model_itself_is_not_blamed_on_vmap() -> None:
