@@ -3,9 +3,9 @@ r"""Densities of single numbers: Gaussians that are tilted, their mixtures, and 
     p(x) propto N(x; m, s^2) exp(c(t)),   t = (x - m) / s,   |t| <= REACH,
 
 c, the logarithm of what makes the difference from the Gaussian, is known at even steps of t, and cubic
-between: the natural spline, or, where that would swing as c bends by more than ``SHARP`` in a step, as
-at the edge of what a likelihood allows, a curve that rises and falls as its nodes do (Fritsch & Butland
-1984, "A method for constructing local monotone piecewise cubic interpolants", SIAM J. Sci. Comput. 5).
+between: the natural spline; or, where that swings, as at the edge of what a likelihood allows, a curve
+that rises and falls as its nodes do (Fritsch & Butland 1984, "A method for constructing local monotone
+piecewise cubic interpolants", SIAM J. Sci. Comput. 5).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch import Tensor
 #: standard deviations to either side, points at which the tilt is known, and points of a table
 REACH, NODES, TABLE = 7.0, 29, 801
 STEP = 2.0 * REACH / (NODES - 1)
-#: nats by which a tilt bends within a step at most for a spline; nats below the largest density where
-#: bends do not matter, and that count as nothing
-SHARP, LITTLE, NOTHING = 4.0, 10.0, 60.0
+#: nats below the largest density that count as nothing, and the total variation between the densities
+#: of both curves above which the spline swings
+NOTHING, SWING = 200.0, 0.02
 #: standard deviation of the kernel of weighted points, in theirs
 KERNEL = 0.05
 
@@ -47,14 +47,16 @@ class Tilted(NamedTuple):
         log_p = log_ratio - square
         log_p = (log_p - log_p.amax(-1, keepdim=True)).clamp_min(-NOTHING)
         tilt = (log_p + square).mT.contiguous()
-        bends = tilt.diff(n=2, dim=0)
-        near = log_p.mT.unfold(0, 3, 1).amax(-1) > -LITTLE
-        sharp = (near & (bends.abs() > SHARP)).any(0)
-        slope = torch.where(sharp, _of_monotone(tilt), _of_spline(tilt, bends))
-        made = cls(mean, sd, tilt, slope)
         t = torch.linspace(-REACH, REACH, TABLE, dtype=mean.dtype, device=mean.device)
-        mass = torch.trapezoid(made.relative(t.unsqueeze(-1).expand(-1, len(mean))), t, dim=0)
-        return made._replace(tilt=tilt - mass.log())
+        both, found = [], []
+        for slope in (_of_spline(tilt), _of_monotone(tilt)):
+            both.append(cls(mean, sd, tilt, slope))
+            found.append(both[-1].relative(t.unsqueeze(-1).expand(-1, len(mean))))
+        mass = [torch.trapezoid(p, t, dim=0) for p in found]
+        apart = 0.5 * torch.trapezoid((found[0] / mass[0] - found[1] / mass[1]).abs(), t, dim=0)
+        swings = ~(apart <= SWING)
+        slope = torch.where(swings, both[1].slope, both[0].slope)
+        return cls(mean, sd, tilt - torch.where(swings, mass[1], mass[0]).log(), slope)
 
     def relative(self, t: Tensor) -> Tensor:
         """The density (P, D) of t (P, D)."""
@@ -79,12 +81,12 @@ class Tilted(NamedTuple):
         return self.relative(ends.expand(-1, len(self.mean))).amax(0) * (2.0 * torch.pi) ** 0.5
 
 
-def _of_spline(y: Tensor, bends: Tensor) -> Tensor:
-    """Slopes (NODES, D) at the nodes of the natural cubic spline through y, from second differences."""
+def _of_spline(y: Tensor) -> Tensor:
+    """Slopes (NODES, D) at the nodes of the natural cubic spline through y."""
     second = torch.zeros_like(y)
     A = torch.eye(NODES - 2, dtype=y.dtype, device=y.device)
     A = 4.0 * A + A.roll(1, 0).tril() + A.roll(-1, 0).triu()
-    second[1:-1] = torch.linalg.solve(A, bends * (6.0 / STEP**2))
+    second[1:-1] = torch.linalg.solve(A, y.diff(n=2, dim=0) * (6.0 / STEP**2))
     rise, both = y.diff(dim=0) / STEP, second[:-1] + second[1:]
     left = rise - (STEP / 6.0) * (second[:-1] + both)
     return torch.cat([left, (rise + (STEP / 6.0) * (second[1:] + both))[-1:]])
