@@ -202,10 +202,12 @@ class NewData:
         for plate, size in self._plates.items():
             shapes = {name: self.sites[name]["fn"].shape() for name in self.values}
             alike = [n for n in shapes if size > 1 and size in self.sites[n]["fn"].event_shape]
+            if not alike:
+                continue
             fewer: Sites = {}
             with suppress(Exception):  # whatever a model has against other arguments
                 args, kwargs = tree_map(partial(_without_last, size=size), self.call)
-                fewer = look(partial(self.model, *args, **kwargs), {}) if alike else {}
+                fewer = look(self.model, {}, args, kwargs)
             notes += [
                 f"The latent site {name!r} has an entry for each row of the new data in {plate!r}; its "
                 f"draws are of the rows of the fit. For a function at new inputs predict by its "

@@ -50,9 +50,12 @@ class OnMean(Maker):
 
 
 @dataclass(frozen=True)
-class Regression(Maker):
-    """Variances of the rest (N,); L (M, M) and mean(Z) (M,) of u; ``marks`` tell others from it."""
+class Regression:
+    """A (N, M), mean(X) and variances of the rest (N,) of f; L (M, M) and mean(Z) (M,) of u; ``marks``
+    tell others from it."""
 
+    design: Tensor
+    offset: Tensor
     rest: Tensor
     root: Tensor
     level: Tensor
@@ -176,10 +179,8 @@ class KnownInputs(nn.Module):
         mean = flat(q.mean)
         none = {n: mean.new_zeros(fn.shape().numel()) for n, fn in call.block.items()}
         rest = torch.cat([found[n].rest if n in found else zero for n, zero in none.items()])
-        for (
-            name,
-            at,
-        ) in found.items():  # where other sites depend on a process its rest moves them too
+        # where other sites depend on a process its rest moves them too
+        for name, at in found.items():
             moved = call.flat_block(q.mean, makers | {name: at.plus(at.rest)})
             if any(x.any() for n, x in call.by_site(moved != mean).items() if n != name):
                 return None
