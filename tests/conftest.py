@@ -33,6 +33,15 @@ def few_first_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pyro_ngvi.optim.ifvb.FIRST_SCORES", 8)
 
 
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``forbid_waiting`` holds for the device of tests/pretend.py."""
+    from tests import pretend
+
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: pretend.waiting["mode"])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", pretend.set_waiting)
+
+
 @pytest.fixture(scope="session")
 def data_dir() -> Path:
     """The directory that PYRO_NGVI_DATA names; without it the test is skipped."""

@@ -208,15 +208,21 @@ def _device(node: fx.Node) -> torch.device | None:
 
 
 def _written(gm: fx.GraphModule) -> set[fx.Node]:
-    """What an operation writes to, and all that this is made of or a part of."""
-    found: list[fx.Node] = []
-    for node in filter(_is_mutable, gm.graph.nodes):
-        of = {a.name: a for a in node.target._schema.arguments}
-        given = dict(zip(of, node.args, strict=False)) | node.kwargs
-        for name, value in given.items():
-            if of[name].alias_info is not None and of[name].alias_info.is_write:
-                found += [n for n in tree_leaves(value) if isinstance(n, fx.Node)]
-    return _with_inputs(found)
+    """What an operation writes to, and all that this is a view of."""
+    return _with_inputs(
+        [node for write in filter(_is_mutable, gm.graph.nodes) for node in _shared(write, True)],
+        _shared,
+    )
+
+
+def _shared(node: fx.Node, written: bool = False) -> list[fx.Node]:
+    """Of the inputs of an operation those in the memory of its results, or that it writes to."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return node.all_input_nodes
+    of = {a.name: a.alias_info for a in node.target._schema.arguments}
+    values = dict(zip(of, node.args, strict=False)) | node.kwargs
+    shared = [values[k] for k, a in of.items() if k in values and a and (a.is_write or not written)]
+    return [n for n in tree_leaves(shared) if isinstance(n, fx.Node)]
 
 
 def _is_mutable(node: fx.Node) -> bool:
@@ -247,12 +253,14 @@ def _is_random(node: fx.Node) -> bool:
     )
 
 
-def _with_inputs(nodes: Iterable[Any]) -> set[fx.Node]:
-    """Nodes and all that they are made of."""
+def _with_inputs(
+    nodes: Iterable[Any], inputs: Callable[[fx.Node], list[fx.Node]] = lambda n: n.all_input_nodes
+) -> set[fx.Node]:
+    """Nodes and all that they are made of, by ``inputs`` of each."""
     found = set(nodes)
     stack = list(found)
     while stack:
-        for node in stack.pop().all_input_nodes:
+        for node in inputs(stack.pop()):
             if node not in found:
                 found.add(node)
                 stack.append(node)

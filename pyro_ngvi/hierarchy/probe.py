@@ -66,7 +66,7 @@ class Probe:
         )
         count = len(self.z)
         self.e, self.u = fixed_normal(2, count, units.width, seed=count).to(sd) * sd.clamp_max(1.0)
-        self.masks = digit_masks(count, torch.device("cpu"))[: 2 * count - 2]
+        self.masks = digit_masks(count, self.u.device)[: 2 * count - 2]
 
     def having(self, **found: Any) -> Probe:
         """The same, of units of which so much more is known."""
@@ -246,7 +246,7 @@ class Probe:
     def check_data(self, e: Tensor, u: Tensor) -> None:
         """Refuse data that see several units: the slope in a unit must stay where others move."""
         every = [(self.given(at), self._changed(e, at)) for at in self.near]
-        for (given, changed), mask in product(every, self.masks.to(e.device)):
+        for (given, changed), mask in product(every, self.masks):
             if bool(changed(given, torch.where(mask.unsqueeze(-1), e + u, e))[:, ~mask].any()):
                 raise ValueError(
                     f"AutoHierarchical: data see several units of {self.units.plate!r} at once, so "

@@ -317,6 +317,17 @@ def test_what_is_written_to_after_it_was_made_is_made_anew() -> None:
     assert "arange" in Graph(program, [X], 0, {}).pure.code
 
 
+def test_what_is_written_to_is_not_what_its_numbers_come_from() -> None:
+    """The gradient of log softmax writes into what it made of rows of the data."""
+    X = torch.zeros(5, 3, device="meta")
+
+    def program() -> list[Tensor]:
+        rows = X[torch.arange(5)]
+        return [torch.ones_like(rows).sub_(rows), (2.0 * rows).add_(1.0)[:2].exp_()]
+
+    assert "arange" not in Graph(program, [X], 0, {}).pure.code
+
+
 def test_what_stays_on_the_host_meets_its_own_there() -> None:
     """Random numbers, arguments of the host: what they are used with is not moved from there."""
     X, host = torch.zeros(5, 3, device="meta"), torch.arange(5.0)

@@ -1,4 +1,5 @@
-"""Tests on a GPU, skipped without one.  ``PYRO_NGVI_TEST_DEVICE=cpu`` tries what a CPU can do."""
+"""Tests on a GPU, skipped without one.  ``PYRO_NGVI_TEST_DEVICE=cpu`` tries what a CPU can do,
+``=pretend`` the same on a device that it plays (tests/pretend.py)."""
 
 import os
 from collections.abc import Iterator
@@ -6,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from tests import pretend
 
 HERE = Path(__file__).parent
 
@@ -19,10 +22,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def device() -> torch.device:
+def device(request: pytest.FixtureRequest) -> torch.device:
     # with its number, as tensors have it
     named = os.environ.get("PYRO_NGVI_TEST_DEVICE", "cuda:0")
-    return torch.device(named)
+    if named != "pretend":
+        return torch.device(named)
+    request.getfixturevalue("pretended")
+    return pretend.DEVICE
 
 
 @pytest.fixture

@@ -20,6 +20,17 @@ import pyro_ngvi as ngvi
 from pyro_ngvi.fisher import Dense
 from tests.contract.registry import data, regression
 from tests.contract.test_compiled import make
+from tests.pretend import DEVICE
+
+pytestmark = pytest.mark.usefixtures("not_played")
+
+
+@pytest.fixture
+def not_played(device: torch.device) -> None:
+    """Tensors on a device that the CPU plays are neither pickled nor recorded."""
+    if device == DEVICE:
+        pytest.skip("needs a device of PyTorch's")
+
 
 ROOT = Path(__file__).parents[2]
 GUIDES = ["AutoFullRankNormal", "AutoMeanFieldNormal", "AutoFactorNormal", "AutoExponentialFamily"]
