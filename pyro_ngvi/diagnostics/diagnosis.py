@@ -30,7 +30,7 @@ from ..runtime.density import feasible_value
 from ..runtime.model_density import ModelDensity, NaNWhereSingular
 from .correction import moved_by_weights
 from .draws import guide_draws, random_state
-from .khat import BOUNDS, KHat, right_to
+from .khat import BOUNDS, COARSE_MEAN, COARSE_SD, KHat, right_to
 from .moved import Moved, by_site, moved
 from .over_batches import need_all_data
 from .verdict import khat
@@ -40,8 +40,13 @@ ACCEPTED, ADAPTING, LEAP = 0.8, 4, 1.2
 #: leapfrog steps of a trajectory, at most, and its length in sds of the guide: a quarter of a period
 MOST_LEAPS, LENGTH = 16, 0.5 * math.pi
 
-#: k-hat above which weights know of mass that chains may not have reached: they have no mean
-HEAVY = 1.5
+#: k-hat above which weights know of mass that chains may not have reached: they have no mean; of more
+#: latent variables than so many, errors within the bounds add up to such weights
+HEAVY, FEW, HEAVIER = 1.0, 25, 1.5
+#: the share of even weights that the largest errors allowed leave for each latent variable, q Gaussian
+#: and the posterior too, and the part of it that heavy tails may take
+EACH = math.exp(-(COARSE_MEAN**2)) * math.sqrt(1.0 - (1.0 - math.exp(-2.0 * COARSE_SD)) ** 2)
+TAILS = 0.1
 #: chains that tell something; k-hat alone judges a mode of a mixture with fewer
 FEWEST_CHAINS = 50
 #: times as many chains where the errors of these leave a site undecided
@@ -83,9 +88,7 @@ class Diagnosis:
         if weights.ess == 0.0:
             return "unusable"
         good = all(m.is_good for m in self._moved.values())
-        light = weights.ok if self.modes > 1 else weights.reliable or weights.khat <= HEAVY
-        light = light or self.integrated
-        if good and not self._missed and light:
+        if good and not self._missed and self._light:
             return "intervals"
         off = any(m.is_off for m in self._moved.values())
         # weights that would change little decide where chains do not
@@ -93,6 +96,19 @@ class Diagnosis:
         if weighty and not self._elsewhere:
             return "resample"
         return "unusable" if off or self._missed else "unclear"
+
+    @property
+    def _light(self) -> bool:
+        """Whether weights leave it to the chains: reliable ones move nothing beyond the bounds, others
+        are not so heavy or uneven that something must be unseen."""
+        weights = self.khat
+        if self.integrated or self.modes > 1:
+            return self.integrated or weights.ok
+        if weights.reliable:
+            return weights.within_bounds
+        d = sum(m.mean.numel() for m in self.sites.values())
+        even = weights.ess >= TAILS * EACH**d * len(weights.log_weights)
+        return weights.khat <= (HEAVY if d <= FEW else HEAVIER) and even
 
     @property
     def _elsewhere(self) -> bool:
@@ -144,9 +160,11 @@ class Diagnosis:
         if not wrong and self._missed:
             where = f"draws of the prior show {self.khat.missed:.1f} nats more: a mode was missed"
         elif not wrong and not self.ok:
-            k = self.khat.khat
-            tail = f"weights have a heavy tail (k-hat {k:.1f})"
-            if math.isnan(k):
+            k, share = self.khat.khat, self.khat.ess / len(self.khat.log_weights)
+            tail = f"weights have a heavy tail (k-hat {k:.1f}, worth {share:.1%} of the draws)"
+            if self.khat.reliable and self.modes == 1:
+                tail = self.khat.moves()
+            elif math.isnan(k):
                 tail = "weights cannot be told from rounding: evaluate the model in float64"
             where += f", but {self.khat.verdict.rstrip('.') if self.modes > 1 else tail}"
         how = f": {self.khat.resampling}" * (self.decision == "resample")

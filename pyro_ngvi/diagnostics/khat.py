@@ -71,6 +71,8 @@ class KHat:
         wanted: how many draws to resample, where those that were asked for are too few or too uneven,
             and this is of more; else 0.
         impossible: where no draw has a weight, which data have no density at any of some.
+        replaced: latent sites whose prior in the model the guide replaces by one of its own
+            (``AutoWalshHadamard``): weights and ``elbo`` are of the model with that prior.
     """
 
     khat: float
@@ -85,6 +87,7 @@ class KHat:
     tail: Tail | None = field(default=None, repr=False)
     wanted: int = 0
     impossible: str = ""
+    replaced: tuple[str, ...] = ()
 
     @cached_property
     def decision(self) -> str:
@@ -93,7 +96,7 @@ class KHat:
             return "unusable"
         share = self.ess / len(self.log_weights)
         if self.shifts:
-            (mean, _), (log_sd, _) = self._moved
+            (mean, _), (log_sd, _) = self._moved(2.0)
             small = mean <= COARSE_MEAN and log_sd <= COARSE_SD
         else:
             small = self.kl <= SMALL_KL
@@ -112,6 +115,12 @@ class KHat:
         """Whether the weights may be relied on: k-hat is small, or they are equal in practice."""
         nearly_equal = self.kl < NEGLIGIBLE and self.ess >= 0.95 * len(self.log_weights)
         return not np.isnan(self.khat) and (self.khat <= self.threshold or nearly_equal)
+
+    @property
+    def within_bounds(self) -> bool:
+        """Whether smoothed weights move means and sds by no more than the bounds, errors left out."""
+        (mean, _), (log_sd, _) = self._moved(0.0) if self.shifts else [(0.0, "")] * 2
+        return mean <= COARSE_MEAN and log_sd <= COARSE_SD
 
     @property
     def doubtful(self) -> bool:
@@ -168,10 +177,17 @@ class KHat:
     @property
     def verdict(self) -> str:
         """The decision and its reasons, in words."""
+        reasons = self._reasons()
+        if self.replaced:
+            names = ", ".join(map(repr, self.replaced))
+            reasons = (
+                f"For a model with the guide's own prior of {names}, not for yours, with which "
+                f"pyro_ngvi.diagnose compares: {reasons[0].lower()}{reasons[1:]}"
+            )
         if self.ended or self.slope is None:
-            return self._reasons()
+            return reasons
         return (
-            f"{self._reasons()} The fit has not ended: the ELBO still rises along the "
+            f"{reasons} The fit has not ended: the ELBO still rises along the "
             f"{self.slope.what} of {self.slope.name!r} (slope {self.slope.size:.2f}, standard "
             f"error {self.slope.error:.2f}): train longer."
         )
@@ -190,10 +206,10 @@ class KHat:
                 f"guide{self.impossible}. Does the support of a datum depend on a latent variable?"
             )
         if self.decision == "intervals":
-            return f"Take the intervals as they are: {self._moves()} ({figures}; {BOUNDS})."
+            return f"Take the intervals as they are: {self.moves()} ({figures}; {BOUNDS})."
         if self.decision == "resample":
             return (
-                f"Resample, do not take the intervals as they are: {self._moves()}. The weights can "
+                f"Resample, do not take the intervals as they are: {self.moves()}. The weights can "
                 f"correct that ({figures}): {self.resampling}."
             )
         if self.reliable and (self.missed or 0.0) > 0.0:
@@ -204,7 +220,7 @@ class KHat:
             )
         if self.reliable:
             few = ", and the weights rest on few draws" if self.ess < FEWEST * draws else ""
-            return f"Not usable yet: {self._moves()}{few} ({figures})."
+            return f"Not usable yet: {self.moves()}{few} ({figures})."
         if self.khat <= PARETO:
             enough = 100 * int(np.ceil(10.0 ** (1.0 / (1.0 - self.khat)) / 100.0))
             return (
@@ -216,10 +232,11 @@ class KHat:
             f"or check against NUTS."
         )
 
-    def _moves(self) -> str:
+    def moves(self) -> str:
+        """How far weights move means and sds, errors included, in words."""
         if not self.shifts:
             return f"KL(q || posterior) is about {max(self.kl, 0.0):.2g} nats"
-        (mean, at_mean), (log_sd, at_sd) = self._moved
+        (mean, at_mean), (log_sd, at_sd) = self._moved(2.0)
         if mean <= COARSE_MEAN and log_sd <= COARSE_SD:
             doubt = "" if self.ok else ", but they are too uneven to rely on that"
             return f"{right_to(mean, log_sd)} by the weights{doubt}"
@@ -227,10 +244,9 @@ class KHat:
             return f"weights move the mean of {at_mean!r} by up to {mean:.2g} sds"
         return f"weights change the sd of {at_sd!r} by a factor of up to {np.exp(log_sd):.2g}"
 
-    @property
-    def _moved(self) -> list[tuple[float, str]]:
-        """How far weights move a mean, and a log sd, at most, and of which site."""
-        sizes = [(name, shift.errors(2.0)) for name, shift in self.shifts.items()]
+    def _moved(self, more: float) -> list[tuple[float, str]]:
+        """How far weights move a mean, and a log sd, at most and so many errors more, of which site."""
+        sizes = [(name, shift.errors(more)) for name, shift in self.shifts.items()]
         largest = ([(float(x[i].max(initial=0.0)), name) for name, x in sizes] for i in (0, 1))
         return [max(found, key=itemgetter(0)) for found in largest]
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pyro
 import torch
+from torch import nn
 from torch.distributions import biject_to
 
 from ..linalg.host import own_random_state
@@ -96,7 +97,8 @@ def judge(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> KHat:
         if found.ess == 0.0 and fitted.batches is None:
             found = replace(found, impossible=_impossible(fitted, draws))
         log_ratio = draws.log_ratio
-        missed, alone = None, not fitted.whole and (more or not fitted.batches)
+        replaced = _replaced_priors(fitted.guide.func)
+        missed, alone = None, not (fitted.whole or replaced) and (more or not fitted.batches)
         # what depends on enumerated sites has no density of its own to draw from
         # nor do processes draw the same from it, and minibatches are gone through once more
         if found.ess > 0.0 and fitted.joint is fitted.model and alone:
@@ -114,7 +116,14 @@ def judge(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> KHat:
         with torch.no_grad():  # some guides estimate a constant in log q
             error = float(getattr(fitted.guide.func, "log_q_error", float)())
         error = math.hypot(spread / len(log_ratio) ** 0.5, error)
-        return replace(found, missed=missed, elbo=float(log_ratio.mean()), elbo_error=error)
+        elbo = float(log_ratio.mean())
+        return replace(found, missed=missed, elbo=elbo, elbo_error=error, replaced=replaced)
+
+
+def _replaced_priors(guide: Any) -> tuple[str, ...]:
+    """The sites whose prior the guide, or a part of it, takes back."""
+    parts = guide.modules() if isinstance(guide, nn.Module) else ()
+    return tuple(dict.fromkeys(n for p in parts for n in getattr(p, "replaced_priors", ())))
 
 
 def _impossible(fitted: Fitted, draws: Draws) -> str:

@@ -42,6 +42,8 @@ LOOKALIKES = ("pyro.optim.", "torch.optim")
 
 #: latent variables from which a Cholesky factor costs too much, and from which factors do
 FULL_RANK, FACTOR = 1_000, 100_000
+#: latent variables from which a Cholesky factor, of d^2 / 2 noisy entries, gets as many particles
+MANY = 32
 #: priors that :class:`~pyro_ngvi.AutoSites` alone follows to new inputs
 PROCESSES = GaussianProcess, GaussianStateSpace
 #: entries that make an effect, and hyperparameters up to which ``integrate`` takes a minute or so
@@ -157,7 +159,8 @@ def advise(
     * optimizer: :class:`~pyro_ngvi.NGVB` where the family knows its Fisher matrix, ``CVI`` for sites,
       ``SPRING`` for flows, ``IFVB`` for any other guide.
     * loss: :class:`~pyro_ngvi.BatchedELBO` of 8 particles, with the curvature that the optimizer asks
-      for; 16 for units, 128 for flows; ``SitesELBO`` for sites.
+      for; 16 for units, 32 for a full Gaussian over at least 32 latent variables, 128 for flows;
+      ``SitesELBO`` for sites.
 
     Args:
         model: a Pyro model.
@@ -185,7 +188,7 @@ def advise(
     guide = _named("guide", guide, GUIDES, AutoGuide) if isinstance(guide, str) else guide
     rule = _named("optim", optim, OPTIMS, PyroOptim) if isinstance(optim, str) else optim
     own_loss, why_guide, why_rule = loss is not None, "as given", "as given"
-    is_prior = False
+    is_prior, structure = False, None
     if guide is None:
         structure = Structure(model, args, kwargs)
         (guide, why_guide), is_prior = structure.guide(), structure.is_prior
@@ -200,6 +203,11 @@ def advise(
             "pyro.optim.Adam({'lr': 0.01})."
         )
     if loss is None:
+        full = kind is guides.AutoFullRankNormal and rule is _rule_for(kind, guide)[0]
+        if num_particles is None and full:
+            with suppress(TypeError), own_random_state():  # arguments are missing: those of data=
+                structure = structure or Structure(model, args, kwargs)
+            num_particles = MANY if structure and structure.d >= MANY else None
         loss = _loss_for(kind, rule, num_particles)
         over_sites = isinstance(loss, SitesELBO)
         why = "sums over sites" if over_sites else f"{loss.num_particles} particles"
@@ -213,7 +221,7 @@ def advise(
         "guide": _name_of(guide, GUIDES),
         "optim": _name_of(rule, OPTIMS),
         "loss": None if own_loss else "chosen",
-        "num_particles": num_particles,
+        "num_particles": None if own_loss else loss.num_particles,
     }
     return Advice(model, guide, rule, loss, reasons, recipe)
 

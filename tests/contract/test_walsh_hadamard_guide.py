@@ -289,3 +289,26 @@ def test_start() -> None:
     nearest = A @ torch.linalg.lstsq(A, u.view(-1, 1), driver="gelsd").solution
     torch.testing.assert_close(median.flatten() / u.norm(), nearest.flatten() / nearest.norm())
     torch.testing.assert_close(guide.site_moments("W")[1], torch.full((ROWS, COLUMNS), 0.2 * SCALE))
+
+
+def test_verdicts_are_of_the_model_that_it_replaces() -> None:
+    """No matrix of that form fits: for its own model the guide is exact, for the user's it is not."""
+    X = torch.randn(60, 6, generator=torch.Generator().manual_seed(5))
+    Y = X @ torch.randn(6, 3, generator=torch.Generator().manual_seed(6))
+
+    def model() -> None:
+        W: Any = pyro.sample("W", dist.Normal(torch.zeros(6, 3), 0.8).to_event(2))
+        with pyro.plate("rows", len(X)):
+            pyro.sample("Y", dist.Normal(X @ W, 0.5).to_event(1), obs=Y)
+
+    pyro.set_rng_seed(0)
+    guide = AutoWalshHadamard(model, sites=["W"], g="full_rank", train_diagonals=False)
+    ngvi.fit(model, guide=guide, seed=0, progress=False)
+    found = ngvi.khat(model, guide, seed=0)
+    assert found.decision == "intervals" and found.replaced == ("W",) and found.missed is None
+    assert found.verdict.startswith("For a model with the guide's own prior of 'W', not for yours")
+    assert "not for yours" in str(
+        ngvi.summary(ngvi.to_arviz(model, guide, num_samples=100, seed=0))
+    )
+    assert ngvi.diagnose(model, guide, num_chains=100).decision == "unusable"
+    assert ngvi.khat(model, ngvi.AutoMeanFieldNormal(model), seed=0).replaced == ()

@@ -294,3 +294,23 @@ def test_the_package_says_so(part: str) -> None:
 )
 def test_the_advice_can_be_followed(part: str, case: Callable[[str], None]) -> None:
     case(part)
+
+
+def test_a_full_gaussian_over_many_gets_more_particles() -> None:
+    """Whoever names it, and without a draw of noise that a seed before would have given a fit."""
+
+    def model(d: int) -> None:
+        pyro.sample("x", dist.Normal(torch.zeros(d), 1.0).to_event(1))
+
+    def particles(d: int, **how: Any) -> int:
+        before = torch.get_rng_state()
+        found = ngvi.advise(model, d, **how).loss.num_particles
+        assert "guide" not in how or torch.equal(before, torch.get_rng_state())
+        return found
+
+    assert (particles(31), particles(32), particles(40, num_particles=8)) == (8, 32, 8)
+    assert particles(40, guide="AutoFullRankNormal") == 32
+    assert particles(40, guide="AutoMeanFieldNormal") == 8
+    assert particles(40, guide="AutoFullRankNormal", optim="VON") == 8
+    # as of data=, the arguments come later
+    assert ngvi.advise(model, guide=ngvi.AutoFullRankNormal).loss.num_particles == 8

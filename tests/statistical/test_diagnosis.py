@@ -310,6 +310,50 @@ def test_weights_that_are_rounding_are_no_heavy_tail() -> None:
     assert found.verdict.endswith("cannot be told from rounding: evaluate the model in float64.")
 
 
+@pytest.mark.parametrize(
+    ("by_weights", "khat", "ess", "d", "decision"),
+    [
+        (0.1, 0.4, 400.0, 1, "intervals"),
+        (0.35, 0.4, 400.0, 1, "resample"),  # reliable weights have seen what chains have not
+        (0.1, 0.9, 300.0, 1, "intervals"),
+        (0.1, 0.9, 70.0, 1, "unclear"),  # 0.083 of even weights: more than Gaussian errors leave
+        (0.1, 0.9, 70.0, 3, "intervals"),
+        (0.1, 1.2, 300.0, 25, "unclear"),
+        (0.1, 1.2, 300.0, 26, "intervals"),
+        (0.1, 1.6, 300.0, 26, "unclear"),
+    ],
+)
+def test_chains_alone_do_not_overrule_what_weights_have_seen(
+    by_weights: float, khat: float, ess: float, d: int, decision: str
+) -> None:
+    small = torch.full((d,), 0.01)
+    good = Moved(mean=10.0 * small, mean_error=small, log_sd=small, log_sd_error=small, rho=small)
+    shift = Shift(*(np.full(d, x) for x in (by_weights, 0.03, 0.0, 0.03)))
+    weights = KHat(khat, 0.7, ess, np.full(1000, -math.log(1000.0)), {"x": shift})
+    found = Diagnosis({"x": good}, {}, weights, 0.8)
+    assert found.decision == decision
+    if decision == "resample":
+        assert found.verdict.endswith("but weights move the mean of 'x' by up to 0.41 sds.")
+
+
+def test_a_spike_in_the_prior_is_not_overlooked() -> None:
+    """Half of the prior is N(0, 0.05), and chains of the slab's steps stay where they are."""
+
+    def model(y: Tensor) -> None:
+        w: Any = pyro.sample("w", dist.Normal(0.0, 1.0))
+        slab = dist.Normal(0.0, 1.0).log_prob(w)
+        both = torch.stack([dist.Normal(0.0, 0.05).log_prob(w), slab])
+        pyro.factor("spike", both.logsumexp(0) - slab)
+        pyro.sample("y", dist.Normal(w, 0.3), obs=y)
+
+    def guide(y: Tensor) -> None:  # the posterior has mean 0.355 and sd 0.346
+        pyro.sample("w", dist.Normal(0.48, 0.32))
+
+    found = ngvi.diagnose(model, guide, torch.tensor(0.6))
+    assert all(m.is_good for m in found.sites.values())
+    assert found.decision == "resample"
+
+
 def test_a_matrix_that_fails_at_a_draw_is_named() -> None:
     """And not what vmap cannot do."""
 
