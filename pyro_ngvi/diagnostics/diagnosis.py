@@ -154,6 +154,9 @@ class Diagnosis:
             errors = zip(*(m.errors(2.0) for m in self._moved.values()), strict=True)
             mean, log_sd = (max(float(x.max()) for x in part if x.numel()) for part in errors)
             how = "with the units integrated out" if self.integrated else "by short chains"
+            if self.ok and self.khat.reliable and self.modes == 1 and not self.integrated:
+                seen = self.khat.errors  # by weights that can be relied on
+                mean, log_sd, how = max(mean, seen[0]), max(log_sd, seen[1]), f"{how} and weights"
             where = f"{right_to(mean, log_sd)} {how}"
             where += f" in each of {self.modes} modes" * (self.modes > 1)
             where += f" ({BOUNDS})" * self.ok

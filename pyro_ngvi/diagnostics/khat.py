@@ -96,7 +96,7 @@ class KHat:
             return "unusable"
         share = self.ess / len(self.log_weights)
         if self.shifts:
-            (mean, _), (log_sd, _) = self._moved(2.0)
+            (mean, _), (log_sd, _) = self._moved
             small = mean <= COARSE_MEAN and log_sd <= COARSE_SD
         else:
             small = self.kl <= SMALL_KL
@@ -118,9 +118,15 @@ class KHat:
 
     @property
     def within_bounds(self) -> bool:
-        """Whether smoothed weights move means and sds by no more than the bounds, errors left out."""
-        (mean, _), (log_sd, _) = self._moved(0.0) if self.shifts else [(0.0, "")] * 2
+        """Whether smoothed weights move means and sds by no more than the bounds, errors included."""
+        mean, log_sd = self.errors
         return mean <= COARSE_MEAN and log_sd <= COARSE_SD
+
+    @property
+    def errors(self) -> tuple[float, float]:
+        """How far smoothed weights move a mean, in sds, and a log sd at most, with two errors."""
+        (mean, _), (log_sd, _) = self._moved if self.shifts else [(0.0, "")] * 2
+        return mean, log_sd
 
     @property
     def doubtful(self) -> bool:
@@ -236,7 +242,7 @@ class KHat:
         """How far weights move means and sds, errors included, in words."""
         if not self.shifts:
             return f"KL(q || posterior) is about {max(self.kl, 0.0):.2g} nats"
-        (mean, at_mean), (log_sd, at_sd) = self._moved(2.0)
+        (mean, at_mean), (log_sd, at_sd) = self._moved
         if mean <= COARSE_MEAN and log_sd <= COARSE_SD:
             doubt = "" if self.ok else ", but they are too uneven to rely on that"
             return f"{right_to(mean, log_sd)} by the weights{doubt}"
@@ -244,9 +250,10 @@ class KHat:
             return f"weights move the mean of {at_mean!r} by up to {mean:.2g} sds"
         return f"weights change the sd of {at_sd!r} by a factor of up to {np.exp(log_sd):.2g}"
 
-    def _moved(self, more: float) -> list[tuple[float, str]]:
-        """How far weights move a mean, and a log sd, at most and so many errors more, of which site."""
-        sizes = [(name, shift.errors(more)) for name, shift in self.shifts.items()]
+    @property
+    def _moved(self) -> list[tuple[float, str]]:
+        """How far weights move a mean, and a log sd, at most, and of which site."""
+        sizes = [(name, shift.errors(2.0)) for name, shift in self.shifts.items()]
         largest = ([(float(x[i].max(initial=0.0)), name) for name, x in sizes] for i in (0, 1))
         return [max(found, key=itemgetter(0)) for found in largest]
 

@@ -3,7 +3,7 @@ they fit the guide, and the latent ones as one flat unconstrained vector."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import zip_longest
 from math import prod
 from typing import Any, Literal, TypeAlias
@@ -16,7 +16,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
-from torch.distributions import biject_to
+from torch.distributions import biject_to, constraints, transform_to
 
 from ..linalg.host import outside_autocast
 
@@ -251,6 +251,31 @@ class LatentLayout:
         """Constrained values (S, *shape) by site to flat unconstrained (S, d)."""
         parts = [t.inv(values[name]) for name, t in self.transforms.items()]
         return torch.cat([x.reshape(len(x), -1) for x in parts], dim=1)
+
+
+def _where_components_are(registry: Any) -> Callable[[Any], Any]:
+    """The support of a mixture is that of its components, if it is one."""
+
+    def transform(support: Any) -> Any:
+        base = one = support.base_constraint
+        while hasattr(one, "base_constraint"):
+            one = one.base_constraint
+        if any(isinstance(x, Tensor) and x.dim() > 0 for x in vars(one).values()):
+            raise NotImplementedError(
+                "A latent MixtureSameFamily has components with bounds of their own, as those of "
+                "Uniform. Sample the site within the bounds of all, and add "
+                "pyro.factor(..., mixture.log_prob(x) - prior.log_prob(x))."
+            )
+        return registry(base)
+
+    return transform
+
+
+if hasattr(constraints, "MixtureSameFamilyConstraint"):  # PyTorch has no transforms to it
+    for _registry in (biject_to, transform_to):
+        _registry.register(
+            constraints.MixtureSameFamilyConstraint, _where_components_are(_registry)
+        )
 
 
 def _refuse_discrete(site: Site) -> None:

@@ -220,13 +220,16 @@ def test_a_good_verdict_says_how_good_within_which_bounds() -> None:
     found = ngvi.diagnose(gaussian(0.0, 1.0), gaussian(0.05, 1.0), seed=0)
     numbers = re.fullmatch(
         r"Take the intervals as they are: means are right to (.*) sd and sds to (.*) % by short "
-        r"chains \(the bounds are 0.3 sd and 30 %\)\.",
+        r"chains and weights \(the bounds are 0.3 sd and 30 %\)\.",
         found.verdict,
     )
     assert numbers is not None
-    mean, log_sd = found.sites["x"].errors(2.0)
-    assert float(numbers[1]) == pytest.approx(float(mean.max()), abs=0.005)
-    assert float(numbers[2]) == pytest.approx(100.0 * math.expm1(float(log_sd.max())), abs=0.5)
+    each = (found.sites["x"].errors(2.0), found.khat.errors)
+    mean, log_sd = (
+        max(float(torch.as_tensor(x).max()) for x in both) for both in zip(*each, strict=True)
+    )
+    assert float(numbers[1]) == pytest.approx(mean, abs=0.005)
+    assert float(numbers[2]) == pytest.approx(100.0 * math.expm1(log_sd), abs=0.5)
 
 
 def test_it_is_repeatable_and_leaves_no_trace() -> None:
