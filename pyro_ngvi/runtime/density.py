@@ -263,8 +263,8 @@ def _where_components_are(registry: Any) -> Callable[[Any], Any]:
         if any(isinstance(x, Tensor) and x.dim() > 0 for x in vars(one).values()):
             raise NotImplementedError(
                 "A latent MixtureSameFamily has components with bounds of their own, as those of "
-                "Uniform. Sample the site within the bounds of all, and add "
-                "pyro.factor(..., mixture.log_prob(x) - prior.log_prob(x))."
+                "Uniform. Sample the site within the bounds of all, and add the difference of the two "
+                "log densities by pyro.factor."
             )
         return registry(base)
 
