@@ -28,7 +28,7 @@ waiting: dict[str, Any] = {"mode": 0}
 
 
 def set_waiting(mode: Any) -> None:
-    waiting["mode"] = 0 if mode == "default" else mode
+    waiting["mode"] = mode
 
 
 class There(Tensor):
@@ -90,9 +90,9 @@ def _wait(func: Any) -> None:
 
 
 def _check(func: Any, args: Any, strangers: list[Tensor]) -> None:
-    if func in _MOVES or (func in _INDEXED and isinstance(args[0], There)):
-        strangers = [x for x in strangers if func not in _MOVES and x.is_floating_point()]
-    if strangers:
+    if func in _INDEXED and isinstance(args[0], There):
+        strangers = [x for x in strangers if x.is_floating_point()]
+    if strangers and func not in _MOVES:
         raise RuntimeError(
             f"{func}: Expected all tensors to be on the same device, but found {DEVICE} and cpu!"
         )

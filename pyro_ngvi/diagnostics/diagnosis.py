@@ -98,13 +98,18 @@ class Diagnosis:
         return "unusable" if off or self._missed else "unclear"
 
     @property
+    def _weighs(self) -> bool:
+        """Whether weights can be relied on for what chains look at, too."""
+        return self.khat.reliable and self.modes == 1 and not self.integrated
+
+    @property
     def _light(self) -> bool:
         """Whether weights leave it to the chains: reliable ones move nothing beyond the bounds, others
         are not so heavy or uneven that something must be unseen."""
         weights = self.khat
         if self.integrated or self.modes > 1:
             return self.integrated or weights.ok
-        if weights.reliable:
+        if self._weighs:
             return weights.within_bounds
         d = sum(m.mean.numel() for m in self.sites.values())
         even = weights.ess >= TAILS * EACH**d * len(weights.log_weights)
@@ -154,8 +159,8 @@ class Diagnosis:
             errors = zip(*(m.errors(2.0) for m in self._moved.values()), strict=True)
             mean, log_sd = (max(float(x.max()) for x in part if x.numel()) for part in errors)
             how = "with the units integrated out" if self.integrated else "by short chains"
-            if self.ok and self.khat.reliable and self.modes == 1 and not self.integrated:
-                seen = self.khat.errors  # by weights that can be relied on
+            if self.ok and self._weighs:
+                seen = self.khat.errors
                 mean, log_sd, how = max(mean, seen[0]), max(log_sd, seen[1]), f"{how} and weights"
             where = f"{right_to(mean, log_sd)} {how}"
             where += f" in each of {self.modes} modes" * (self.modes > 1)
@@ -165,7 +170,7 @@ class Diagnosis:
         elif not wrong and not self.ok:
             k, share = self.khat.khat, self.khat.ess / len(self.khat.log_weights)
             tail = f"weights have a heavy tail (k-hat {k:.1f}, worth {share:.1%} of the draws)"
-            if self.khat.reliable and self.modes == 1:
+            if self._weighs:
                 tail = self.khat.moves()
             elif math.isnan(k):
                 tail = "weights cannot be told from rounding: evaluate the model in float64"

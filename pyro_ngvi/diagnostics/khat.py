@@ -95,12 +95,7 @@ class KHat:
         if not self.reliable or (self.missed or 0.0) > 0.0:
             return "unusable"
         share = self.ess / len(self.log_weights)
-        if self.shifts:
-            (mean, _), (log_sd, _) = self._moved
-            small = mean <= COARSE_MEAN and log_sd <= COARSE_SD
-        else:
-            small = self.kl <= SMALL_KL
-        if small and (self.khat <= HALF or share >= HALF):
+        if self.within_bounds and (self.khat <= HALF or share >= HALF):
             return "intervals"
         correctable = share >= HALF or (share >= FEWEST and self.ended)
         return "resample" if correctable else "unusable"
@@ -118,7 +113,10 @@ class KHat:
 
     @property
     def within_bounds(self) -> bool:
-        """Whether smoothed weights move means and sds by no more than the bounds, errors included."""
+        """Whether smoothed weights move means and sds by no more than the bounds, errors included; of
+        no known sites, whether KL(q || posterior) is as small as that."""
+        if not self.shifts:
+            return self.kl <= SMALL_KL
         mean, log_sd = self.errors
         return mean <= COARSE_MEAN and log_sd <= COARSE_SD
 
@@ -243,7 +241,7 @@ class KHat:
         if not self.shifts:
             return f"KL(q || posterior) is about {max(self.kl, 0.0):.2g} nats"
         (mean, at_mean), (log_sd, at_sd) = self._moved
-        if mean <= COARSE_MEAN and log_sd <= COARSE_SD:
+        if self.within_bounds:
             doubt = "" if self.ok else ", but they are too uneven to rely on that"
             return f"{right_to(mean, log_sd)} by the weights{doubt}"
         if mean / COARSE_MEAN >= log_sd / COARSE_SD:

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pyro
 import torch
-from torch import nn
 from torch.distributions import biject_to
 
 from ..linalg.host import own_random_state
+from ..optim.host import find_blocks
 from ..runtime.density import Sites, site_log_prob
 from ..runtime.model_density import Parts, map_draws
 from .draws import Draws, Fitted, random_state, sites_of_kind, warn_of_rounding
@@ -97,7 +97,7 @@ def judge(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> KHat:
         if found.ess == 0.0 and fitted.batches is None:
             found = replace(found, impossible=_impossible(fitted, draws))
         log_ratio = draws.log_ratio
-        replaced = _replaced_priors(fitted.guide.func)
+        replaced = tuple(n for _, b in find_blocks(fitted.guide.func) for n in b.replaced_priors)
         missed, alone = None, not (fitted.whole or replaced) and (more or not fitted.batches)
         # what depends on enumerated sites has no density of its own to draw from
         # nor do processes draw the same from it, and minibatches are gone through once more
@@ -118,12 +118,6 @@ def judge(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> KHat:
         error = math.hypot(spread / len(log_ratio) ** 0.5, error)
         elbo = float(log_ratio.mean())
         return replace(found, missed=missed, elbo=elbo, elbo_error=error, replaced=replaced)
-
-
-def _replaced_priors(guide: Any) -> tuple[str, ...]:
-    """The sites whose prior the guide, or a part of it, takes back."""
-    parts = guide.modules() if isinstance(guide, nn.Module) else ()
-    return tuple(dict.fromkeys(n for p in parts for n in getattr(p, "replaced_priors", ())))
 
 
 def _impossible(fitted: Fitted, draws: Draws) -> str:

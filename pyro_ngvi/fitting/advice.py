@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -203,12 +204,15 @@ def advise(
             "pyro.optim.Adam({'lr': 0.01})."
         )
     if loss is None:
-        full = kind is guides.AutoFullRankNormal and rule is _rule_for(kind, guide)[0]
-        if num_particles is None and full:
+
+        def dim() -> int:
+            if structure is not None:
+                return structure.d
             with suppress(TypeError), own_random_state():  # arguments are missing: those of data=
-                structure = structure or Structure(model, args, kwargs)
-            num_particles = MANY if structure and structure.d >= MANY else None
-        loss = _loss_for(kind, rule, num_particles)
+                return Structure(model, args, kwargs).d
+            return 0
+
+        loss = _loss_for(kind, rule, num_particles, dim)
         over_sites = isinstance(loss, SitesELBO)
         why = "sums over sites" if over_sites else f"{loss.num_particles} particles"
     elif isinstance(loss, str | type):
@@ -260,13 +264,16 @@ def _rule_for(kind: type, guide: Any) -> tuple[Any, str]:
     return optim.IFVB, "natural gradients of any guide"
 
 
-def _loss_for(kind: type, rule: Any, num_particles: int | None) -> Any:
+def _loss_for(kind: type, rule: Any, num_particles: int | None, dim: Callable[[], int]) -> Any:
     if issubclass(kind, SiteGuide):
         return SitesELBO() if num_particles is None else SitesELBO(num_particles)
     accepts = getattr(rule, "accepts", (None,))
     ways = [way for way in (None, "price", *accepts) if way in accepts]
-    usual = 128 if ways[0] == "scores" else 16 if kind is AutoHierarchical else 8
-    return BatchedELBO(usual if num_particles is None else num_particles, curvature=ways[0])
+    if num_particles is None:
+        num_particles = 128 if ways[0] == "scores" else 16 if kind is AutoHierarchical else 8
+        if (kind, rule) == (guides.AutoFullRankNormal, optim.NGVB) and dim() >= MANY:
+            num_particles = MANY
+    return BatchedELBO(num_particles, curvature=ways[0])
 
 
 def way_of_effect(model: Any, args: Any, kwargs: Any) -> str:
