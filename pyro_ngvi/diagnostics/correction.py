@@ -95,7 +95,7 @@ def proposal(model: Collapsed, draws: int = DRAWS) -> ExactUnits:
     layout, tried = LatentLayout(model.guide.globals.prototype_trace), []
     theta, _ = _drawn(ExactUnits(model), layout, max(draws, EACH * layout.dim))
     mean, covariance = theta.mean(0), theta.mT.cov().reshape(2 * theta.shape[1:])
-    if not bool((covariance.diagonal() > 0.0).all()):  # a guide that is a point in some of them
+    if bool((theta == theta[0]).all(0).any()):  # a guide that is a point in some of them
         return ExactUnits(model)
     for _ in range(ROUNDS):
         guide = ExactUnits(model, _Sliced(model, layout, mean, covariance))

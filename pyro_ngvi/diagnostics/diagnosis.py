@@ -17,28 +17,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import pyro
 import torch
 from torch import Tensor
 
 from ..hierarchy import AutoHierarchical
 from ..runtime.density import feasible_value
-from ..runtime.model_density import ModelDensity, NaNWhereSingular
+from ..runtime.model_density import ModelDensity
+from .chains import ADAPTING, run_chains
 from .correction import moved_by_weights
 from .draws import guide_draws, random_state
 from .khat import BOUNDS, COARSE_MEAN, COARSE_SD, KHat, right_to
 from .moved import Moved, by_site, moved
 from .over_batches import need_all_data
 from .verdict import khat
-
-#: mean acceptance that leaps aim at, steps that adapt them, and the first leap times d^(1/4)
-ACCEPTED, ADAPTING, LEAP = 0.8, 4, 1.2
-#: leapfrog steps of a trajectory, at most, and its length in sds of the guide: a quarter of a period
-MOST_LEAPS, LENGTH = 16, 0.5 * math.pi
 
 #: k-hat above which weights know of mass that chains may not have reached: they have no mean; of more
 #: latent variables than so many, errors within the bounds add up to such weights
@@ -83,8 +78,12 @@ class Diagnosis:
     @property
     def decision(self) -> str:
         """ "intervals" where all sites are good, no mode was missed, and weights are not so heavy that
-        something must be unseen; else "resample", "unusable", or "unclear"."""
+        something must be unseen; else "resample", "unusable", or "unclear", as where modes are known
+        of which the guide holds nothing."""
         weights = self.khat
+        if weights.other_modes:
+            lost = self._missed or self._of_modes_held.decision == "unusable"
+            return "unusable" if lost else "unclear"
         if weights.ess == 0.0:
             return "unusable"
         good = all(m.is_good for m in self._moved.values())
@@ -96,6 +95,10 @@ class Diagnosis:
         if weighty and not self._elsewhere:
             return "resample"
         return "unusable" if off or self._missed else "unclear"
+
+    @property
+    def _of_modes_held(self) -> Diagnosis:
+        return replace(self, khat=self.khat.of_modes_held)
 
     @property
     def _weighs(self) -> bool:
@@ -148,6 +151,8 @@ class Diagnosis:
         }
         if self.khat.ess == 0.0:
             return self.khat.verdict
+        if self.khat.other_modes:
+            return f"{self.khat.other_modes} Of this mode: {self._of_modes_held.verdict}"
         wrong = {n: m for n, m in self._moved.items() if not m.is_good}
         if wrong:
             name, worst = max(wrong.items(), key=lambda item: item[1].is_off)
@@ -301,48 +306,3 @@ def _by_chains(
         for each in zip(*by_mode, strict=True)
     )
     return Diagnosis(sites, unconstrained, weights, accepted, len(modes))
-
-
-def run_chains(
-    log_prob: Callable[[Tensor], Tensor], start: Tensor, num_steps: int
-) -> tuple[Tensor, float]:
-    """The ends (S, d) of all chains at once on ``log_prob``, (S, d) to (S,), and the share accepted."""
-    S, d = start.shape
-    center = start.mean(0)
-    factor, info = torch.linalg.cholesky_ex(torch.cov(start.mT).reshape(d, d))
-    if 4 * d > S or bool(info):  # the covariance is known on its diagonal alone
-        factor = torch.diag_embed(start.std(0).clamp_min(torch.finfo(start.dtype).tiny))
-
-    def gradient(u: Tensor) -> tuple[Tensor, Tensor]:
-        # far out parameters leave their support: no density there, and no error
-        with torch.enable_grad(), pyro.validation_enabled(False):
-            u = u.detach().requires_grad_()
-            with NaNWhereSingular():
-                value = log_prob(center + u @ factor.mT)
-            (grad,) = torch.autograd.grad(value.sum(), u)
-        return value.detach(), grad
-
-    u = torch.linalg.solve_triangular(factor, (start - center).mT, upper=False).mT
-    value, grad = gradient(u)
-    leap, rates = LEAP / d**0.25, []
-    for step in range(num_steps):
-        momentum = torch.randn_like(u)
-        length = LENGTH * (0.5 + float(torch.rand(())))
-        leaps = min(MOST_LEAPS, max(1, math.ceil(length / leap)))
-        at, p, slope, new = u, momentum, grad, value
-        for _ in range(leaps):
-            p = p + 0.5 * leap * slope
-            at = at + leap * p
-            new, slope = gradient(at)
-            p = p + 0.5 * leap * slope
-        energy = new - value + 0.5 * (momentum.square().sum(1) - p.square().sum(1))
-        chance = energy.nan_to_num(-math.inf, -math.inf, -math.inf).clamp_max(0.0).exp()
-        taken = torch.rand_like(chance) < chance
-        u = torch.where(taken[:, None], at, u)
-        grad, value = torch.where(taken[:, None], slope, grad), torch.where(taken, new, value)
-        rate = float(chance.mean())
-        if step < ADAPTING:
-            leap = min(leap * math.exp(rate - ACCEPTED), LENGTH)
-        else:
-            rates.append(rate)
-    return center + u @ factor.mT, sum(rates) / len(rates)

@@ -1,7 +1,7 @@
 """Whether to take a guide's draws as they are, to resample them, or not to use them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import itemgetter
 
@@ -43,7 +43,9 @@ class KHat:
     * ``"intervals"``: means, sds and intervals of the draws may be taken as they are: two standard
       errors included, smoothed weights move no mean by more than 0.3 sds and no sd by more than 30 %;
     * ``"resample"``: take resampled draws, as ``to_arviz(..., resample="psis")`` gives;
-    * ``"unusable"``: neither can be relied on.
+    * ``"unusable"``: neither can be relied on;
+    * ``"unclear"``: the search for the guide's start found other modes of comparable mass, and the
+      verdict is of one of them.
 
     A good k-hat says that weighted draws can be relied on, *not* that the draws can.
 
@@ -73,6 +75,8 @@ class KHat:
         impossible: where no draw has a weight, which data have no density at any of some.
         replaced: latent sites whose prior in the model the guide replaces by one of its own
             (``AutoWalshHadamard``): weights and ``elbo`` are of the model with that prior.
+        modes: how many modes of comparable mass the search for the guide's start found, and
+            ``modes_held`` how many of these its draws are in.
     """
 
     khat: float
@@ -88,10 +92,15 @@ class KHat:
     wanted: int = 0
     impossible: str = ""
     replaced: tuple[str, ...] = ()
+    modes: int = 1
+    modes_held: int = 1
 
     @cached_property
     def decision(self) -> str:
-        """ "intervals", "resample" or "unusable": see the class."""
+        """ "intervals", "resample", "unusable" or "unclear": see the class."""
+        if self.other_modes:
+            lost = (self.missed or 0.0) > 0.0 or self.of_modes_held.decision == "unusable"
+            return "unusable" if lost else "unclear"
         if not self.reliable or (self.missed or 0.0) > 0.0:
             return "unusable"
         share = self.ess / len(self.log_weights)
@@ -104,6 +113,22 @@ class KHat:
     def ok(self) -> bool:
         """Whether the guide's draws may be taken as they are."""
         return self.decision == "intervals"
+
+    @property
+    def of_modes_held(self) -> "KHat":
+        """The same of the modes alone that the guide's draws are in."""
+        return replace(self, modes=self.modes_held, missed=None)
+
+    @property
+    def other_modes(self) -> str:
+        """That there are modes of which the guide holds nothing, in words; else empty."""
+        if self.modes_held >= self.modes:
+            return ""
+        return (
+            f"The search for a start found {self.modes} modes of comparable mass, and draws of the "
+            f"guide are in {self.modes_held}: take functools.partial(pyro_ngvi.AutoMixtureNormal, "
+            f"num_components={self.modes}) for a guide, or more components."
+        )
 
     @property
     def reliable(self) -> bool:
@@ -138,7 +163,9 @@ class KHat:
         if self.khat > self.threshold or self.tail is None:
             return self.threshold < self.khat <= PARETO
         error = (1.0 + self.khat) / max(1, len(self.tail.at)) ** 0.5
-        return self.decision == "resample" and self.khat + 2.0 * error > self.threshold
+        return (
+            self.of_modes_held.decision == "resample" and self.khat + 2.0 * error > self.threshold
+        )
 
     @property
     def tail_is_too_heavy(self) -> bool:
@@ -181,6 +208,8 @@ class KHat:
     @property
     def verdict(self) -> str:
         """The decision and its reasons, in words."""
+        if self.other_modes:
+            return f"{self.other_modes} Of this mode: {self.of_modes_held.verdict}"
         reasons = self._reasons()
         if self.replaced:
             names = ", ".join(map(repr, self.replaced))

@@ -103,7 +103,7 @@ def loo(
         verdict = verdict or judge(fitted, draws, batch_size)
         weights = verdict.khat if isinstance(verdict, Diagnosis) else verdict
         weigh = weights.decision != "unusable"
-        if not weigh and not verdict.ok:
+        if not verdict.ok and (not weigh or weights.other_modes):
             words = f"loo cannot be relied on here. {verdict.verdict}"
             warnings.warn(words[:240], RuntimeWarning, stacklevel=2)
         found = _left_out(fitted, draws, name, rows, powers, weigh, batch_size)

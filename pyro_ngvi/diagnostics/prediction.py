@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributions import Independent
 from torch.utils._pytree import tree_map
 
+from ..hierarchy import AutoHierarchical
 from ..runtime.density import Site, Sites, site_kind, site_log_prob
 from ..runtime.model_density import Parts, map_draws, without_plates
 from ..runtime.run import Minibatches, look
@@ -99,6 +100,8 @@ def predict(
     new = NewData(model, values, args, kwargs, from_prior, may_lack=not callable(guide))
     notes = fixed_parameters(new.program, new.sites, new.values)
     if from_prior is None and (isinstance(guide, AutoGuide) or not callable(guide)):
+        if isinstance(guide, AutoHierarchical):
+            _refuse_other_units(guide, new.sites)
         notes += new.same_units()
         parts = guide.modules() if isinstance(guide, AutoGuide) else ()
         if not any(hasattr(part, "holds_sites") for part in parts):  # whose processes follow
@@ -107,6 +110,18 @@ def predict(
         warnings.warn(note, stacklevel=2)
     with random_state(seed, PREDICTIONS):
         return new.draw(sites, batch_size)
+
+
+def _refuse_other_units(guide: AutoHierarchical, sites: Sites) -> None:
+    """Units of another number: beyond those of the fit, which it has, a guide goes by their prior."""
+    units = guide.units
+    for frame in sites[units.names[0]]["cond_indep_stack"]:
+        if frame.name == units.plate and frame.size != units.size:
+            raise ValueError(
+                f"The guide knows {units.size} units of {units.plate!r}; these arguments have "
+                f"{frame.size}. For other units: predict(..., from_prior={list(units.names)[:3]}); "
+                f"from_prior=[] if the first are those of the fit, and what follows is new."
+            )
 
 
 def _kept(kept: Any, num_samples: int | None, arguments: list[Any]) -> dict[str, Tensor]:

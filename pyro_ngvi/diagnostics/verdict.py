@@ -1,7 +1,7 @@
 """From a model and its guide to importance weights, and what they say: the one place that decides."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.distributions import biject_to
 
 from ..linalg.host import own_random_state
 from ..optim.host import find_blocks
-from ..runtime.density import Sites, site_log_prob
+from ..runtime.density import LatentLayout, Sites, site_log_prob
 from ..runtime.model_density import Parts, map_draws
 from .draws import Draws, Fitted, random_state, sites_of_kind, warn_of_rounding
 from .khat import EVEN, FEWEST, HALF, KHat
@@ -97,7 +97,9 @@ def judge(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> KHat:
         if found.ess == 0.0 and fitted.batches is None:
             found = replace(found, impossible=_impossible(fitted, draws))
         log_ratio = draws.log_ratio
-        replaced = tuple(n for _, b in find_blocks(fitted.guide.func) for n in b.replaced_priors)
+        blocks = [block for _, block in find_blocks(fitted.guide.func)]
+        replaced = tuple(name for block in blocks for name in block.replaced_priors)
+        found = _with_modes(found, blocks, draws)
         missed, alone = None, not (fitted.whole or replaced) and (more or not fitted.batches)
         # what depends on enumerated sites has no density of its own to draw from
         # nor do processes draw the same from it, and minibatches are gone through once more
@@ -118,6 +120,15 @@ def judge(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> KHat:
         error = math.hypot(spread / len(log_ratio) ** 0.5, error)
         elbo = float(log_ratio.mean())
         return replace(found, missed=missed, elbo=elbo, elbo_error=error, replaced=replaced)
+
+
+def _with_modes(found: KHat, blocks: Collection[Any], draws: Draws) -> KHat:
+    """With how many of the modes that searches for a start have found the draws are in."""
+    for report, trace in ((block.start_report, block.prototype_trace) for block in blocks):
+        if report is not None and report.apart:
+            held = found.modes_held * report.seen_from(LatentLayout(trace).pack(draws.values))
+            found = replace(found, modes=found.modes * report.modes, modes_held=held)
+    return found
 
 
 def _impossible(fitted: Fitted, draws: Draws) -> str:

@@ -24,7 +24,7 @@ from ..runtime.run import CannotBatch
 from ..sites.site_guide import SiteGuide
 from .advice import Structure, way_of_effect
 from .batches import Epoch
-from .ladder import FLOW, Rung, modes_seen
+from .ladder import FLOW, Rung
 from .plot import plot_steps
 
 #: latent variables times data up to which a fit is diagnosed by short chains unasked
@@ -165,14 +165,12 @@ class Result:
 
     @cached_property
     def _verdict_in_words(self) -> str:
-        """The verdict, and the way on; that comes first where the verdict is of one mode of several."""
-        verdict, way = self.verdict.verdict, self._way_on()
-        one = self.verdict.ok and way and not isinstance(self.guide, AutoMixtureNormal)
-        return f"{way} Of this mode: {verdict}" if one else f"{verdict} {way}".rstrip()
+        """The verdict, and the way on."""
+        return f"{self.verdict.verdict} {self._way_on()}".rstrip()
 
     def _way_on(self) -> str:
-        """What to do where the verdict is bad or there are modes of which it knows nothing."""
-        verdict, guide, modes = self.verdict, self.guide, modes_seen(self.guide)
+        """What to do where the verdict is bad, and does not say so itself."""
+        verdict, guide = self.verdict, self.guide
         at_hand = not (verdict.ok or self.is_spread or self._is_stream)
         if at_hand and isinstance(guide, AutoHierarchical):
             integrated = isinstance(verdict, Diagnosis) and verdict.integrated
@@ -185,15 +183,10 @@ class Result:
             return f"There {there} {str(units)[:100]}: {how}{more}."
         if isinstance(guide, AutoMixtureNormal):
             return guide.lost
-        if modes > 1:
-            return (
-                f"The search for a start found {modes} modes of comparable mass, of which this may be "
-                f"one: pass guide=functools.partial(pyro_ngvi.AutoMixtureNormal, "
-                f"num_components={modes})."
-            )
         if (
             at_hand
             and verdict.decision != "resample"
+            and not self.khat.other_modes
             and self.khat.ess > 0.0  # else no guide has a density here
             and not np.isnan(self.khat.khat)  # else rounding is what is wrong
         ):

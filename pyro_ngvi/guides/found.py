@@ -15,6 +15,8 @@ from ..families.base import Tensors
 SAME = 1.0
 #: nats below the best from which a mode has less than a twentieth of its mass
 COMPARABLE = math.log(20.0)
+#: of draws that are in a mode, where more than the far tail of a guide is there
+SHARE = 0.01
 
 
 @dataclass(frozen=True)
@@ -26,14 +28,28 @@ class Found:
         elbos: nats, the largest ELBO from each point, then by natural-gradient steps; -inf for none.
         given: nats, the ELBO of the member to replace.
         evaluations: of the log density at a point; a gradient, or a row of a Hessian, counts as one.
-        modes: Gaussians of comparable mass that are apart, among those that the paths ended at.
+        apart: Gaussians of comparable mass that are apart, among those that the paths ended at, where
+            there are several.
     """
 
     params: Tensors | None
     elbos: tuple[float, ...]
     given: float
     evaluations: int
-    modes: int = 1
+    apart: tuple[Gaussian, ...] = ()
+
+    @property
+    def modes(self) -> int:
+        """How many modes of comparable mass there are."""
+        return max(1, len(self.apart))
+
+    def seen_from(self, theta: Tensor) -> int:
+        """How many of the modes have a share of points theta (S, d)."""
+        if not self.apart:
+            return 1
+        log_mass = torch.stack([q.log_mass(theta.to(q.loc)) for q in self.apart])
+        counts = torch.bincount(log_mass.argmax(0), minlength=self.modes)
+        return int((counts > SHARE * len(theta)).sum())
 
     def __str__(self) -> str:
         found = sorted((e for e in self.elbos if e > -torch.inf), reverse=True)
@@ -63,9 +79,9 @@ class Gaussian:
     spread: float
 
     def log_mass(self, theta: Tensor) -> Tensor:
-        """Log density at theta (d,) times the mass of the mode, up to a constant."""
+        """Log density at theta (..., d) times the mass of the mode, up to a constant: (...)."""
         x = theta - self.loc
-        return self.elbo + 0.5 * (torch.logdet(self.precision) - x @ self.precision @ x)
+        return self.elbo + 0.5 * (torch.logdet(self.precision) - (x @ self.precision * x).sum(-1))
 
     def holds(self, theta: Tensor) -> bool:
         """Whether theta (d,) is no further from the mean than draws are."""

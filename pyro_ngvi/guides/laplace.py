@@ -250,15 +250,16 @@ class Search:
         elbos = [lower(self.log_ratio(family, q, COMPARED), 2.0) for q in found]
         params = found[elbos.index(max(elbos))] if max(elbos, default=before) > before else None
         good = [q for q in self.ends if q.spread < SAME]
-        return Found(params, tuple(reached), before, self.evaluations, self.count(good))
+        return Found(params, tuple(reached), before, self.evaluations, self.apart(good))
 
-    def count(self, good: list[Gaussian]) -> int:
-        """How many of comparable mass no others join without a fall of log p; at least 1."""
+    def apart(self, good: list[Gaussian]) -> tuple[Gaussian, ...]:
+        """Those of comparable mass, if there are several, that others do not join without a fall."""
         known, apart = modes_of(good, COMPARABLE), list[list[Gaussian]]()
         for q in known:
             joined = [m for m in apart if any(self.barrier(q, p, known) <= BARRIER for p in m)]
             apart = [m for m in apart if m not in joined] + [[q, *chain(*joined)]]
-        return max(1, len(apart))
+        best = (max(m, key=lambda q: q.elbo) for m in apart)
+        return tuple(best) if len(apart) > 1 else ()
 
     def barrier(self, a: Gaussian, b: Gaussian, known: Iterable[Gaussian]) -> float:
         """Nats by which log p falls half way between two Gaussians, at the best point of that plane;

@@ -113,7 +113,7 @@ def best_mixture(
             params["logits"] = elbos.log_softmax(-1).clamp_min(LEAST)
             params = params if elbo(params) > floor else None
         good = [q for q in search.ends if q.spread < SAME]
-        return Found(params, tuple(reached), floor, search.evaluations, search.count(good))
+        return Found(params, tuple(reached), floor, search.evaluations, search.apart(good))
 
 
 class AutoMixtureNormal(AutoFamily):
@@ -214,20 +214,14 @@ class AutoMixtureNormal(AutoFamily):
 
     @property
     def lost(self) -> str:
-        """What is known of modes that no component is of, in words; empty where nothing is."""
-        K, report = len(self.weights), self.start_report
-        held, idle = len(set(self.modes.tolist()) - {-1}), int((self.weights <= IN_USE).sum())
-        if report is not None and held < report.modes and (idle or K < report.modes):
-            return (
-                f"The search for a start found {report.modes} modes of comparable mass, and components "
-                f"in use are of {held}: pass num_components={max(K + 1, report.modes)}."
-            )
-        if report is None and idle:
-            return (
-                f"{idle} of {K} components lost their weight, and no search has counted modes: one may "
-                f"be lost with them. Take another seed, or all data in each step."
-            )
-        return ""
+        """That a mode may be lost with a component and no search knows, in words; else empty."""
+        idle = int((self.weights <= IN_USE).sum())
+        if self.start_report is not None or not idle:
+            return ""
+        return (
+            f"{idle} of {len(self.weights)} components lost their weight, and no search has counted "
+            f"modes: one may be lost with them. Take another seed, or all data in each step."
+        )
 
     @torch.no_grad()
     def modes_at(self, theta: Tensor) -> Tensor:

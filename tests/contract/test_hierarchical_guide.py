@@ -327,6 +327,12 @@ def test_new_units_in_prediction() -> None:
     guide = copied()
     drawn = Predictive(correlated, guide=guide, num_samples=5)(None, N + 4)
     assert drawn["u"].shape[-2:] == (N + 4, 2) and drawn["y"].shape[-2:] == (N + 4, 2)
+    for count in (N + 4, N - 2):
+        with pytest.raises(ValueError, match=rf"knows {N} units .* these arguments have {count}\."):
+            ngvi.predict(correlated, guide, None, count)
+        for other in (["u"], []):
+            found = ngvi.predict(correlated, guide, None, count, num_samples=20, from_prior=other)
+            assert found["y"].shape == (20, count, 2)
 
 
 def test_export_and_diagnostics() -> None:

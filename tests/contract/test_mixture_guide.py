@@ -234,7 +234,9 @@ def test_a_component_that_died_is_told_of() -> None:
     logits = next(name for name in state if name.endswith("logits"))
     guide.load_state_dict(state | {logits: torch.tensor([0.0, -13.8])})
     assert guide.modes.tolist() == [0, -1]
-    assert "found 2 modes of comparable mass, and components in use are of 1" in guide.lost
+    found = ngvi.khat(two_shares, guide, seed=0)
+    assert (found.modes, found.modes_held) == (2, 1) and not found.ok
+    assert found.verdict.startswith("The search for a start found 2 modes of comparable mass")
     guide.start_report = None
     assert guide.lost.startswith("1 of 2 components lost their weight, and no search")
 
@@ -253,13 +255,15 @@ def test_modes_are_counted_beyond_the_components() -> None:
     guide()
     assert guide.start_report is not None and guide.start_report.modes == 4
     assert guide.loc[:, 0].sort().values.tolist() == pytest.approx([-5.0, 5.0], abs=0.1)
-    assert "found 4 modes of comparable mass, and components in use are of 2" in guide.lost
+    found = ngvi.khat(corners, guide, seed=0)
+    assert found.decision == "unclear" and found.of_modes_held.ok
+    assert "found 4 modes of comparable mass, and draws of the guide are in 2" in found.verdict
 
 
 def test_a_mode_half_way_does_not_join_two_others() -> None:
     search = Search(ngvi.diagnostics.ModelDensity(corners), torch.zeros(2))
     places = torch.tensor([[5.0, 5.0], [-5.0, 5.0], [5.0, -5.0]])
-    assert search.count([search.gaussian(loc, torch.eye(2)) for loc in places]) == 3
+    assert len(search.apart([search.gaussian(loc, torch.eye(2)) for loc in places])) == 3
 
 
 def test_the_ladder_has_a_component_for_each_mode() -> None:

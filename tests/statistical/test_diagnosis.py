@@ -16,7 +16,8 @@ from torch import Tensor
 
 import pyro_ngvi as ngvi
 from pyro_ngvi.diagnostics import Diagnosis, KHat, ModelDensity
-from pyro_ngvi.diagnostics.diagnosis import Moved, moved, run_chains
+from pyro_ngvi.diagnostics.chains import run_chains
+from pyro_ngvi.diagnostics.diagnosis import Moved, moved
 from pyro_ngvi.diagnostics.moved import by_site
 from pyro_ngvi.diagnostics.weights import Shift
 from pyro_ngvi.runtime.density import LatentLayout
