@@ -89,10 +89,14 @@ class Search:
 
     #: the family by which the Gaussians on the way are compared
     compared: Any = FULL
+    #: nats below the best end from which an end is of no use
+    within: float = COMPARABLE
 
     def __init__(self, density: LogDensity, like: Tensor) -> None:
         self.density, self.d, self.evaluations = density, len(like), 0
         self.ends: list[Gaussian] = []
+        #: ends of paths, and of the steps on expectations from there
+        self.smoothed_ends: list[tuple[Gaussian, Gaussian]] = []
         self.noise = torch.randn(FINAL, 2 * self.d, dtype=like.dtype, device=like.device)
 
     def f(self, theta: Tensor, cost: int = 1) -> Tensor:
@@ -221,9 +225,16 @@ class Search:
         q = self.path(theta, known)
         if q is None or q in known:
             return q
-        if self.smooths(q):
+        # from N(theta, |H|^-1) on they gain KL(q || p) at most, near p half of the spread
+        best = max((end.elbo for end in self.ends), default=-torch.inf)
+        if self.smooths(q) and q.elbo + 0.5 * q.spread > best - self.within:
+            for before, end in self.smoothed_ends:
+                # where that led from a Gaussian all but the same, it leads again
+                if before.holds(q.loc) and q.holds(before.loc) and q.elbo < before.elbo + SAME:
+                    return end
             with suppress(RuntimeError, ValueError):
-                q = self.gaussian(*self.smoothed(q, self.compared))
+                before, q = q, self.gaussian(*self.smoothed(q, self.compared))
+                self.smoothed_ends.append((before, q))
         self.ends.append(q)
         return q
 

@@ -85,6 +85,7 @@ def best_mixture(
     K, reached, modes, alone = family.num_components, [], [], 0
     with own_random_state(0), torch.no_grad():
         search = Search(density, given["loc"][0])
+        search.within = -LEAST
         for point in points:
             end = search.visit(point)
             reached.append(-torch.inf if end is None else end.elbo)
