@@ -42,6 +42,8 @@ HEAVY, FEW, HEAVIER = 1.0, 25, 1.5
 #: and the posterior too, and the part of it that heavy tails may take
 EACH = math.exp(-(COARSE_MEAN**2)) * math.sqrt(1.0 - (1.0 - math.exp(-2.0 * COARSE_SD)) ** 2)
 TAILS = 0.1
+#: share of draws without density, from which no chain moves, that is more than overflow far out
+ASTRAY = 0.02
 #: chains that tell something; k-hat alone judges a mode of a mixture with fewer
 FEWEST_CHAINS = 50
 #: times as many chains where the errors of these leave a site undecided
@@ -86,10 +88,11 @@ class Diagnosis:
             return "unusable" if lost else "unclear"
         if weights.ess == 0.0:
             return "unusable"
-        good = all(m.is_good for m in self._moved.values())
+        astray = weights.outside > ASTRAY
+        good = all(m.is_good for m in self._moved.values()) and not astray
         if good and not self._missed and self._light:
             return "intervals"
-        off = any(m.is_off for m in self._moved.values())
+        off = any(m.is_off for m in self._moved.values()) or astray
         # weights that would change little decide where chains do not
         weighty = weights.decision == "resample" or (weights.ok and not off and not good)
         if weighty and not self._elsewhere:
@@ -170,7 +173,12 @@ class Diagnosis:
             where = f"{right_to(mean, log_sd)} {how}"
             where += f" in each of {self.modes} modes" * (self.modes > 1)
             where += f" ({BOUNDS})" * self.ok
-        if not wrong and self._missed:
+        if self.khat.outside > ASTRAY:
+            where = (
+                f"the model has no density at {self.khat.outside:.0%} of the guide's draws, though the "
+                f"supports of its latent sites have them"
+            )
+        elif not wrong and self._missed:
             where = f"draws of the prior show {self.khat.missed:.1f} nats more: a mode was missed"
         elif not wrong and not self.ok:
             k, share = self.khat.khat, self.khat.ess / len(self.khat.log_weights)

@@ -115,6 +115,11 @@ class KHat:
         return self.decision == "intervals"
 
     @property
+    def outside(self) -> float:
+        """The share of draws at which the model has no density."""
+        return float(np.isneginf(self.log_weights).mean())
+
+    @property
     def of_modes_held(self) -> "KHat":
         """The same of the modes alone that the guide's draws are in."""
         return replace(self, modes=self.modes_held, missed=None)

@@ -115,11 +115,12 @@ def predict(
 def _refuse_other_units(guide: AutoHierarchical, sites: Sites) -> None:
     """Units of another number: beyond those of the fit, which it has, a guide goes by their prior."""
     units = guide.units
+    names = ", ".join(map(repr, units.names[:3]))
     for frame in sites[units.names[0]]["cond_indep_stack"]:
         if frame.name == units.plate and frame.size != units.size:
             raise ValueError(
                 f"The guide knows {units.size} units of {units.plate!r}; these arguments have "
-                f"{frame.size}. For other units: predict(..., from_prior={list(units.names)[:3]}); "
+                f"{frame.size}. For other units: predict(..., from_prior=[{names}]); "
                 f"from_prior=[] if the first are those of the fit, and what follows is new."
             )
 

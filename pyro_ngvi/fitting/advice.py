@@ -11,7 +11,6 @@ from functools import cached_property
 from typing import Any
 
 import pyro
-import pyro.distributions as dist
 import torch
 from pyro import poutine
 from pyro.infer import SVI, autoguide
@@ -47,10 +46,6 @@ FULL_RANK, FACTOR = 1_000, 100_000
 MANY = 32
 #: priors that :class:`~pyro_ngvi.AutoSites` alone follows to new inputs
 PROCESSES = GaussianProcess, GaussianStateSpace
-#: entries that make an effect, and hyperparameters up to which ``integrate`` takes a minute or so
-FEWEST, HYPERPARAMETERS = 5, 3
-#: by which scales shrink, and the share of a change of the log likelihood that counts as none
-SMALL, NONE = 1e-4, 1e-2
 
 
 class Structure:
@@ -276,55 +271,6 @@ def _loss_for(kind: type, rule: Any, num_particles: int | None, dim: Callable[[]
     return BatchedELBO(num_particles, curvature=ways[0])
 
 
-def way_of_effect(model: Any, args: Any, kwargs: Any) -> str:
-    """What suits a model with an effect better than one Gaussian, in words; empty where it has none:
-    as the scale of an effect z goes to 0 either its prior narrows, or data cease to depend on z."""
-    failures = suppress(ValueError, RuntimeError, NotImplementedError)
-    with failures, own_random_state(0), poutine.block(), ModuleParams():
-        return _way(model, args, kwargs)
-    return ""
-
-
-def _way(model: Any, args: Any, kwargs: Any) -> str:
-    found = look(model, {}, args, kwargs)
-    latents = {n: s for n, s in found.items() if is_latent(s) and not is_marked(s)}
-    kinds = dist.Normal | dist.MultivariateNormal
-    effects = {n: s for n, s in latents.items() if isinstance(innermost(s["fn"]), kinds)}
-    others = {n: s["value"] for n, s in latents.items() if n not in effects}
-    few = sum(x.numel() for x in others.values()) <= HYPERPARAMETERS
-    numbers = {n: SMALL * x for n, x in others.items() if x.numel() == 1}  # and nearly zero
-    positive = (n for n, x in numbers.items() if latents[n]["fn"].support.check(x).all())
-    shrunk = [{n: numbers[n]} for n in positive]
-    instead = "take ngvi.integrate(model, *args), for up to three hyperparameters"
-    for name in sorted(effects, key=lambda n: -effects[n]["value"].numel()):
-        site = effects[name]
-        if site["value"].numel() < FEWEST:
-            break
-        values = others | {name: site["value"]}
-        moved = values | {name: site["fn"].sample()}
-        for small in shrunk:
-            (a, b, c, d) = (
-                look(model, v | at, args, kwargs) for at in ({}, small) for v in (values, moved)
-            )
-            priors = [x[name]["fn"].log_prob(site["value"]) for x in (a, c)]
-            narrows = not torch.equal(*priors)
-            before, after = (
-                abs(_log_likelihood(x) - _log_likelihood(y)) for x, y in ((a, b), (c, d))
-            )
-            if not narrows and not after < NONE * before:
-                continue
-            suits = few and sites_take(poutine.condition(model, data=others), args, kwargs)
-            if narrows:
-                return f"{name!r} is an effect with a scale of its own: {instead}." * suits
-            return (
-                f"{name!r} has a scale of its own: name the effect, as u = "
-                f'pyro.deterministic("u", scale * {name}), and leave guide= out'
-                + f"; or {instead}" * suits
-                + "."
-            )
-    return ""
-
-
 def sites_take(model: Any, args: Any, kwargs: Any) -> bool:
     """Whether :class:`~pyro_ngvi.AutoSites`, which ``integrate`` fits too, takes a model."""
     with suppress(ValueError), poutine.block(), own_random_state(), torch.no_grad():
@@ -332,8 +278,3 @@ def sites_take(model: Any, args: Any, kwargs: Any) -> bool:
             sites.AutoSites(model, name="advice")(*args, **kwargs)
         return True
     return False
-
-
-def _log_likelihood(sites: Any) -> float:
-    seen = (s for s in sites.values() if s["is_observed"])
-    return sum(float(s["fn"].log_prob(s["value"]).double().sum()) for s in seen)

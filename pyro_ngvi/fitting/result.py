@@ -22,10 +22,11 @@ from ..hierarchy.marginal import work_of_draw
 from ..linalg.host import own_random_state
 from ..runtime.run import CannotBatch
 from ..sites.site_guide import SiteGuide
-from .advice import Structure, way_of_effect
+from .advice import Structure
 from .batches import Epoch
 from .ladder import FLOW, Rung
 from .plot import plot_steps
+from .ways import way_on
 
 #: latent variables times data up to which a fit is diagnosed by short chains unasked
 LITTLE = 10_000
@@ -191,7 +192,7 @@ class Result:
             and not np.isnan(self.khat.khat)  # else rounding is what is wrong
         ):
             narrow = not isinstance(guide, AutoHierarchical | SiteGuide | AutoFlow)
-            if narrow and (way := way_of_effect(self.model, self.args, self.kwargs)):
+            if way := way_on(self.model, guide, self.args, self.kwargs, narrow):
                 return way
             return 'Or pass guide="auto", which goes on to richer guides.' * self._may_climb
         return ""

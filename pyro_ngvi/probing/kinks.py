@@ -85,18 +85,29 @@ def _few(x: Tensor, count: int) -> Tensor:
     return x[:: max(1, -(-len(x) // count))]
 
 
-@torch.enable_grad()
 def jump(f: Callable[[Tensor], Tensor], a: Tensor, u: Tensor) -> tuple[float, float] | None:
     """The two ends, in s, of a tiny part of the segment a + s u over which phi of ``f`` jumps."""
+
+    def slopes(x: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        phi = (gradient(f(x), x, create_graph=True) * u).sum()
+        return phi, (gradient(phi, x) * u).sum()
+
+    return jump_of(slopes, a, u)
+
+
+@torch.enable_grad()
+def jump_of(
+    phi: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], a: Tensor, u: Tensor
+) -> tuple[float, float] | None:
+    """As :func:`jump`, for a ``phi`` that with its slope is a function of a point and u."""
     eps = torch.finfo(u.dtype).eps
 
     def point(s: float) -> _Point:
-        x = (a + s * u).detach().requires_grad_()
         try:
-            phi = (gradient(f(x), x, create_graph=True) * u).sum()
+            value, slope = phi((a + s * u).detach().requires_grad_(), u)
         except ValueError:  # far out a parameter leaves its support
             return _Point(s, nan, nan)
-        return _Point(s, float(phi.detach()), float((gradient(phi, x) * u).sum()))
+        return _Point(s, float(value.detach()), float(slope))
 
     points = [point(k / PARTS) for k in range(PARTS + 1)]
     size = max(abs(p.phi) for p in points)

@@ -4,6 +4,8 @@
   as q widens there.
 * An angle: its density on the circle is periodic on the real line, where torch puts it.
 * A site in a subsampled plate, of which a run shows a part.
+* A density with bounds that its distribution does not tell: a ``TransformedDistribution`` by an
+  ``AffineTransform`` says that its support is the real line, whatever that of its base is.
 * A support that moves with other latent sites, such as that of x ~ Uniform(0, s), or with a parameter
   that is learned: the guide maps R^d to the supports of the first run.
 
@@ -20,7 +22,13 @@ from typing import Any
 import torch
 from pyro import poutine
 from torch import Tensor
-from torch.distributions import VonMises, biject_to
+from torch.distributions import (
+    AffineTransform,
+    TransformedDistribution,
+    VonMises,
+    biject_to,
+    constraints,
+)
 
 from ..linalg.host import fixed_normal, own_random_state
 from ..runtime.checks import bounds, check_whole_plates, moved
@@ -43,6 +51,12 @@ def check_latents(
                 f"{guide}: the latent site {name!r} is an angle, whose density has no end on the real "
                 f'line. Write z = pyro.sample("{name}", dist.Uniform(-math.pi, math.pi)) and '
                 f'pyro.factor("prior", dist.VonMises(loc, concentration).log_prob(z)).'
+            )
+        if _hides_bounds(innermost(site["fn"])):
+            raise ValueError(
+                f"{guide}: the prior of {name!r} is an affine TransformedDistribution, which says that "
+                f"its support is the real line, and its base has bounds. Sample the base, and move it: "
+                f'pyro.deterministic("{name}", loc + scale * x).'
             )
 
     def run(values: Values) -> Sites:
@@ -81,6 +95,20 @@ def check_latents(
             f"{name!r} are masked out and nothing else depends on them, so q would widen there "
             "without end. Mask the observed site alone, by poutine.mask, not by obs_mask=."
         )
+
+
+def _hides_bounds(fn: Any) -> bool:
+    """Whether a distribution moves one with bounds, and does not move these."""
+    kind = type(fn)
+    moved = (
+        isinstance(fn, TransformedDistribution) and kind.support is TransformedDistribution.support
+    )
+    if not (moved and all(isinstance(t, AffineTransform) for t in fn.transforms)):
+        return False
+    support: Any = fn.base_dist.support
+    while hasattr(support, "base_constraint"):
+        support = support.base_constraint
+    return not isinstance(support, type(constraints.real))
 
 
 def _elsewhere(sites: Sites, share: float) -> Values:

@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_ngvi as ngvi
-from pyro_ngvi.fitting.advice import way_of_effect
 from pyro_ngvi.fitting.progress import Progress
+from pyro_ngvi.fitting.ways import way_of_effect
 from tests.contract import export_examples
 from tests.contract.registry import data, regression
 

@@ -69,6 +69,7 @@ FILLED = {
     "pyro_ngvi.predict(model, guide, x)": "pyro_ngvi.predict(model, normal, x)",
     "functools.partial(model, {}=...)": "functools.partial(model, y=y)",
     "pyro.deterministic({}, ...)": 'pyro.deterministic("f", X)',
+    'pyro.deterministic("{}", loc + scale * x)': 'pyro.deterministic("a", 1.0 - 2.0 * x)',
     "pyro_ngvi.integrate(model)": "pyro_ngvi.integrate(scaled)",
     "expand()": "dist.Normal(0.0, 1.0).expand([3])",
     "MatrixNormal({}, {})": "families.MatrixNormal(2, 3)",

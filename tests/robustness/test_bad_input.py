@@ -14,6 +14,7 @@ from pyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
 from pyro.infer.autoguide import AutoDelta, AutoGuideList, AutoNormal
 from pyro.nn import PyroModule
 from torch import Tensor
+from torch.distributions import AffineTransform
 
 from pyro_ngvi import NGVB, AutoFactorNormal, AutoFullRankNormal, BatchedELBO
 from pyro_ngvi.optim import Constant
@@ -462,6 +463,28 @@ def test_nan_in_the_data(kind: str, loss: str) -> None:
     what = r"site '?y'?(.|\n)*(found invalid values|1 of its 6 values are NaN)"
     with pytest.raises(ValueError, match=what):
         step(kind, loss, regression, X, y)
+
+
+@pytest.mark.parametrize(
+    "base", [dist.HalfNormal(1.0), dist.Beta(2.0, 2.0).expand([3]).to_event(1)]
+)
+def test_bounds_that_a_distribution_hides_are_refused(base: Any) -> None:
+    """An affine TransformedDistribution says that its support is the real line."""
+    moves = AffineTransform(1.0, -2.0)
+
+    def model() -> None:
+        pyro.sample("z", dist.TransformedDistribution(base, [moves]))
+
+    def moved() -> None:
+        x = pyro.sample("x", base)
+        pyro.deterministic("z", 1.0 - 2.0 * x)
+
+    with pytest.raises(ValueError, match="prior of 'z' is an affine TransformedDistribution"):
+        AutoFullRankNormal(model)()
+    guide = AutoFullRankNormal(moved)
+    assert (1.0 - 2.0 * guide()["x"] < 1.0).all()
+    for own in (dist.AffineBeta(2.0, 2.0, 0.0, 3.0), dist.Gumbel(0.0, 1.0)):
+        AutoFullRankNormal(lambda own=own: pyro.sample("z", own))()
 
 
 @guides

@@ -305,6 +305,19 @@ def test_more_chains_start_where_errors_leave_a_site_undecided(
     assert counts[2:] == [400, 400]
 
 
+@pytest.mark.parametrize(
+    ("outside", "even", "decision"), [(1, 300, "intervals"), (30, 90, "unusable")]
+)
+def test_draws_without_density_are_no_good_chains(outside: int, even: int, decision: str) -> None:
+    """No chain moves from them, which is no small error."""
+    small = torch.tensor([0.01])
+    good = Moved(mean=small, mean_error=small, log_sd=small, log_sd_error=small, rho=small)
+    log_weights = np.append(np.zeros(1000 - outside), np.full(outside, -np.inf))
+    found = Diagnosis({"x": good}, {}, KHat(0.8, 0.7, float(even), log_weights), 0.8)
+    assert found.decision == decision
+    assert ("the model has no density at 3% of the guide's draws" in found.verdict) is (outside > 1)
+
+
 def test_weights_that_are_rounding_are_no_heavy_tail() -> None:
     small = torch.tensor([0.01])
     good = Moved(mean=small, mean_error=small, log_sd=small, log_sd_error=small, rho=small)
