@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -19,10 +20,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pyro_ngvi as ngvi
 from tests.contract import killed, ranks
+from tests.forked import imported_before, processes
 
 ROOT = Path(__file__).parents[2]
 OTHERS = ["minibatches", "NoisyKFAC", "CVI", "CVI, minibatches"]
 WORLDS = [2, pytest.param(4, marks=pytest.mark.slow)]
+
+
+def a_rank(number: int, size: int, folder: Path) -> None:
+    try:
+        ranks.main(number, size, str(folder / "store"), str(folder / "out"))
+    except BaseException:
+        (folder / f"error {number}").write_text(traceback.format_exc())
+        raise
 
 
 @pytest.fixture(scope="module")
@@ -45,20 +55,14 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def run(size: int, folder: Path) -> None:
         if not folder.exists():
             folder.mkdir()
-            command = [sys.executable, "-m", "tests.contract.ranks"]
-            env = os.environ | {"OMP_NUM_THREADS": "1"}
-            running = [
-                subprocess.Popen(
-                    [*command, str(r), str(size), str(folder / "store"), str(folder / "out")],
-                    cwd=ROOT,
-                    env=env,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-                for r in range(size)
-            ]
-            said = [p.communicate()[1] for p in running]
-            assert not any(p.returncode for p in running), said
+            imported_before("tests.contract.ranks", "tests.robustness.test_kills", "arviz")
+            running = [processes.Process(target=a_rank, args=(r, size, folder)) for r in range(size)]
+            for process in running:
+                process.start()
+            for process in running:
+                process.join()
+            said = [path.read_text() for path in sorted(folder.glob("error*"))]
+            assert not any(process.exitcode for process in running), "\n".join(said)
 
     return world
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,7 @@ import pyro_ngvi as ngvi
 from tests.contract.test_checkpoint import CASES, Loop, X, _loader, _minibatched, _of, counted, y
 from tests.contract.test_every_pair import RULES
 from tests.contract.test_every_pair import model as two_sites
-
-processes: Any = get_context("forkserver")
-processes.set_forkserver_preload(["tests.robustness.test_kills"])
+from tests.forked import imported_before, processes
 
 SOME = ["NGVB, shuffled minibatches", "sites", "Pyro's guide, Adam"]
 
@@ -82,6 +79,7 @@ def survive(name: str, folder: Path, kills: int, steps: int = 12) -> int:
         process.start()
         return process
 
+    imported_before("tests.robustness.test_kills")
     whole = started("whole", "whole.log")
     whole.join()
     killed, expected = 0, lines("whole.log")
