@@ -23,6 +23,8 @@ from pyro_ngvi.compiled import CompiledSVI, captured, checked
 from pyro_ngvi.compiled.graph import CannotCompile, Graph
 from tests.contract.test_compiled import CASES, D, N, data, everything, make, same
 
+pytestmark = pytest.mark.usefixtures("plain_start")
+
 
 class Recorded:
     """Stands for a ``torch.cuda.CUDAGraph``."""

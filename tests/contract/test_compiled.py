@@ -22,6 +22,8 @@ import pyro_ngvi as ngvi
 from pyro_ngvi import BatchedELBO
 from pyro_ngvi.compiled import CompiledSVI
 
+pytestmark = pytest.mark.usefixtures("plain_start")
+
 N, D = 12, 3
 
 
@@ -512,7 +514,7 @@ def test_inductors_code_gives_the_same_numbers() -> None:
         pytest.param(ngvi.AutoCouplingFlow, marks=pytest.mark.slow),
     ],
 )
-def test_inversion_free(guide: Any, plain_start: None) -> None:
+def test_inversion_free(guide: Any) -> None:
     """Conjugate gradients end, steps are shortened, and a ring of scores turns, without the host."""
     X, y = data(60)
     results: list[Any] = []

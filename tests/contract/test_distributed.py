@@ -56,7 +56,9 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Any:
         if not folder.exists():
             folder.mkdir()
             imported_before("tests.contract.ranks", "tests.robustness.test_kills", "arviz")
-            running = [processes.Process(target=a_rank, args=(r, size, folder)) for r in range(size)]
+            running = [
+                processes.Process(target=a_rank, args=(r, size, folder)) for r in range(size)
+            ]
             for process in running:
                 process.start()
             for process in running:

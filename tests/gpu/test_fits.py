@@ -119,7 +119,7 @@ def misread(fit: Any, device: torch.device, args: Any) -> list[str]:
         "report": lambda: fit.report,
         "plot": fit.plot,
         "predict": lambda: fit.predict(*args[:1] if len(args[0]) == 60 else args),
-        "diagnose": lambda: ngvi.diagnose(fit.model, fit.guide, *args, num_chains=50),
+        "diagnosis": lambda: fit.diagnosis,
     }
     if isinstance(fit.guide, ngvi.AutoSites):
         readers["marginals"] = fit.guide.marginals
