@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import pyro_ngvi as ngvi
 from pyro_ngvi.compiled import CompiledSVI, captured, checked
 from pyro_ngvi.compiled.graph import CannotCompile, Graph
-from tests.contract.test_compiled import CASES, D, N, data, everything, make, same
+from tests.contract.test_compiled import CASES, SMALL, D, N, data, everything, make, same
 
 pytestmark = pytest.mark.usefixtures("plain_start")
 
@@ -96,11 +96,18 @@ def emulation(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, value)
 
 
-def compiled(*case: Any) -> CompiledSVI:
-    return ngvi.compile(make(*case), inductor=False)
+def compiled(*case: Any, **settings: Any) -> CompiledSVI:
+    return ngvi.compile(make(*case, **settings), inductor=False)
 
 
-@pytest.mark.parametrize("name", CASES)
+#: a capture repeats whatever operations there are, and those of these are many: test_compiled.py has
+#: their recordings by default
+LONG = ("units given globals", "VON")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(k, marks=pytest.mark.slow) if k in LONG else k for k in CASES]
+)
 @pytest.mark.filterwarnings("ignore:NGVB leaves what is not natural")
 def test_steps_are_the_eager_ones(name: str) -> None:
     model, guide, rule, loss = CASES[name]
@@ -131,7 +138,7 @@ def test_data_that_are_written_to_are_those_of_the_next_step() -> None:
     X, y = data()
     runs: list[Any] = []
     for build in (make, compiled):
-        svi: Any = build()
+        svi: Any = build(**SMALL)
         losses = []
         for k in range(12):
             losses.append(svi.step(X, y))
@@ -162,14 +169,14 @@ def test_what_waits_has_no_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("called a synchronizing CUDA operation")
 
     monkeypatch.setattr(captured.CapturedGraph, "_steps", waiting)
-    svi = compiled()
+    svi = compiled(**SMALL)
     with pytest.warns(
         UserWarning, match="not the fastest graph of this step, since it is no CUDA graph: called a"
     ):
         losses = [svi.step(*data()) for _ in range(6)]
     assert svi.tier == "replay" and modes[-1] == 0
     monkeypatch.setattr(captured.CapturedGraph, "_steps", steps)
-    eager = make()
+    eager = make(**SMALL)
     assert losses == [eager.step(*data()) for _ in range(6)]
 
 
@@ -178,7 +185,7 @@ def test_what_is_not_on_the_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         return not any(x.shape == (N, D) for x in tensors)
 
     monkeypatch.setattr(captured, "on_gpu", on_gpu)
-    svi = compiled()
+    svi = compiled(**SMALL)
     with pytest.warns(UserWarning, match="an argument of svi.step has a tensor elsewhere"):
         svi.run(6, *data())
     assert svi.tier == "replay"
@@ -194,9 +201,9 @@ def test_a_graph_that_gives_other_numbers_is_not_used(monkeypatch: pytest.Monkey
                 x.data.mul_(1.01)
 
     monkeypatch.setattr(Recorded, "replay", wrong)
-    eager = make()
+    eager = make(**SMALL)
     losses = [eager.step(*data()) for _ in range(6)]
-    svi = compiled()
+    svi = compiled(**SMALL)
     with pytest.warns(UserWarning, match="its CUDA graph gives other numbers"):
         assert [svi.step(*data()) for _ in range(6)] == losses
 
@@ -231,7 +238,7 @@ def test_data_are_read_anew_whoever_wrote_to_them(own: bool, how: str) -> None:
     svi: Any = None
     for build in (make, compiled):
         X, y = data()
-        svi = build()
+        svi = build(**SMALL)
         losses = [svi.step(*data(N, 7)) for _ in range(4)] if own else []
         for k in range(16):
             losses.append(svi.step(X, y))
@@ -249,7 +256,7 @@ def test_a_capture_that_fails_leaves_the_others_to_be_made_anew(
 ) -> None:
     """It takes the state of the generator from them."""
     X, y = data()
-    svi: Any = compiled()
+    svi: Any = compiled(**SMALL)
     for _ in range(6):
         svi.step(X, y)
     kept = next(iter(svi._known.values())).graph._captured
@@ -283,7 +290,7 @@ def test_a_capture_that_fails_leaves_the_others_to_be_made_anew(
 
 
 def test_a_compiled_svi_is_copied_without_its_graphs() -> None:
-    svi = compiled()
+    svi = compiled(**SMALL)
     svi.run(6, *data())
     again = deepcopy(svi)
     assert not again._known and again.tier == "cuda_graph"

@@ -95,6 +95,9 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 Setting = tuple[Any, Callable[..., Any], Callable[[Any], Any], Callable[[], Any]]
 adam = pyro.optim.Adam  # pyright: ignore[reportAttributeAccessIssue]
 
+#: for what depends on no rule: a recording with a fifth of the operations
+SMALL: Any = {"guide": AutoNormal, "rule": lambda guide: adam({"lr": 0.01})}
+
 CASES: dict[str, Setting] = {
     "full rank": (logistic, ngvi.AutoFullRankNormal, ngvi.NGVB, partial(BatchedELBO, 4)),
     "averaged, of a minibatch": (
@@ -241,7 +244,7 @@ def test_settings_of_the_loss_are_part_of_the_structure() -> None:
     svi: Any = None
     for build in (make, compiled):
         loss = BatchedELBO(4)
-        svi, losses = build(loss=loss), []
+        svi, losses = build(loss=loss, **SMALL), []
         for weight in (0.5, 0.5, 0.5, 0.5, 1.0, 1.0, 1.0, 1.0):
             loss.kl_weight = weight
             losses.append(svi.step(X, y))
@@ -275,7 +278,7 @@ def test_numbers_around_the_program_are_part_of_the_structure() -> None:
         losses = []
         for model in (function, module):
             scale, module.scale = 1.0, 1.0
-            svi = build(model)
+            svi = build(model, **SMALL)
             losses += [svi.step(X, y) for _ in range(20)]
             scale, module.scale = 3.0, 3.0
             losses += [svi.step(X, y) for _ in range(5)]
@@ -306,7 +309,7 @@ def test_the_model_and_what_a_partial_binds_are_part_of_the_structure() -> None:
     """Replaced, or its keywords changed in place; tensors are inputs, and equal partials are one."""
     (X, y), results, tiers = data(), list[Any](), list[str]()
     for build in (make, compiled):
-        svi, losses = build(partial(noisy, scale=1.0)), []
+        svi, losses = build(partial(noisy, scale=1.0), **SMALL), []
         for model in replaced():
             svi.model = model
             for _ in range(5):
@@ -396,11 +399,11 @@ def test_what_a_graph_cannot_do_stays_eager(kind: str) -> None:
     model, why = REFUSED[kind]
     X, y = data()
     counted[0] = 0.0
-    svi = make(model)
+    svi = make(model, **SMALL)
     losses = [svi.step(X, y) for _ in range(8)]
     eager = everything(svi)
     counted[0] = 0.0
-    svi = compiled(model)
+    svi = compiled(model, **SMALL)
     with pytest.warns(UserWarning, match=why) as told:
         found = [svi.step(X, y) for _ in range(8)]
     assert len(told) == 1 and len(str(told[0].message)) <= 240
@@ -427,9 +430,9 @@ def test_one_tensor_in_two_places_is_another_structure() -> None:
     X, y = data()
     Z = data(seed=1)[0]
     calls = [(X, X, y)] * 6 + [(X, Z, y)] * 6
-    svi = make(model)
+    svi = make(model, **SMALL)
     losses = [svi.step(*call) for call in calls]
-    svi = compiled(model)
+    svi = compiled(model, **SMALL)
     assert [svi.step(*call) for call in calls] == losses
     assert svi.tier == "replay"
 
@@ -438,9 +441,9 @@ def test_one_tensor_in_two_places_is_another_structure() -> None:
 def test_data_that_take_another_way_are_found_with_the_next_data(model: Any) -> None:
     """What NumPy or a list make of the data stands in the graph like a number of the program."""
     batches = [data(seed=k // 4) for k in range(12)]
-    svi = make(model)
+    svi = make(model, **SMALL)
     losses = [svi.step(*batch) for batch in batches]
-    svi = compiled(model)
+    svi = compiled(model, **SMALL)
     with pytest.warns(UserWarning, match="gave other numbers than the program"):
         assert [svi.step(*batch) for batch in batches] == losses
 
@@ -462,7 +465,7 @@ def test_settings_that_a_graph_does_not_know_stay_eager() -> None:
 
 def test_errors_of_the_program_are_its_own() -> None:
     X, y = data()
-    svi = compiled()
+    svi = compiled(**SMALL)
     for _ in range(3):
         svi.step(X, y)
     with pytest.raises(RuntimeError, match="size"):

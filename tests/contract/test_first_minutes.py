@@ -1,4 +1,4 @@
-"""What a new process loads and says: the scripts run one after the other in an interpreter of their own."""
+"""What a new process loads and says: scripts that run one after the other in a new interpreter."""
 
 import os
 import subprocess
@@ -52,8 +52,8 @@ print([str(w.message) for w in seen if w.category is FutureWarning])
 def printed() -> list[str]:
     """A line by script; warnings are on stderr, and are an error of these tests.
 
-    Each script finds the process as new for what it looks at as in one of its own: the first has ArviZ and
-    forward-mode derivatives unimported at its end, the second ArviZ.
+    For what a script looks at the process is still new: the first two import no ArviZ, and the second
+    prints that nothing before it has taken a forward-mode derivative.
     """
     done = subprocess.run(
         [sys.executable, "-c", IMPORT + FORWARD_MODE + ARVIZ],

@@ -23,7 +23,10 @@ from pyro_ngvi.distributions import GaussianProcess
 from tests.exact.site_cases import linear_data as data
 
 positive = dist.constraints.positive
-pytestmark = pytest.mark.filterwarnings("ignore:Pyro's parameter store held other values")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Pyro's parameter store held other values"),
+    pytest.mark.usefixtures("plain_start"),
+]
 
 
 @pytest.fixture(autouse=True)
