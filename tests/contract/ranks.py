@@ -452,14 +452,14 @@ def main(number: int, world: int, store: str, out: str) -> None:
     found["minibatches"] = run(small, batches_of(8), scaled_to="whole")
     kronecker = ours("AutoMatrixNormal", optim.NoisyKFAC, layer, curvature="kronecker")
     found["NoisyKFAC"] = run(kronecker, [even] * STEPS)
-    found["own noise"] = [
-        one_gradient("hessian"),
-        one_gradient("gauss_newton", factor=True),
-        one_gradient("scores"),
-    ]
     found["fit"] = in_one_call(Path(out).with_suffix(".fit"))
-    found["shared noise"], found["noise of ranks"] = gaussian(False), gaussian(True)
     if world > 1:
+        found["own noise"] = [
+            one_gradient("hessian"),
+            one_gradient("gauss_newton", factor=True),
+            one_gradient("scores"),
+        ]
+        found["shared noise"], found["noise of ranks"] = gaussian(False), gaussian(True)
         found["faults"], found["refused"] = with_faults(), refused()
         torch.distributed.destroy_process_group()
     if number == 0:
