@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import CodeGen
 from torch.utils._pytree import tree_leaves
@@ -85,8 +87,10 @@ def differ(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
 def _record(function: Callable[[], list[Tensor]], inputs: Sequence[Tensor]) -> fx.GraphModule:
     with nothing_at_hand():
         try:
-            # the real tensors are recorded by their identity, and no shape is left open
-            return make_fx(lambda *_: function())(*inputs)
+            # the real tensors are recorded by their identity, and no shape is left open; without a mode
+            # of fake tensors around it PyTorch makes one for each operation, half of the time
+            with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):
+                return make_fx(lambda *_: function())(*inputs)
         except Exception as error:  # what is wrong without a recording too, the eager step will say
             raise CannotCompile(_reason(error)) from error
 
