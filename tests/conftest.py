@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,29 @@ def plain_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setattr("pyro_ngvi.guides.search.UNASKED", -1)
     monkeypatch.setattr("pyro_ngvi.guides.flow.find_gaussian", lambda g, family, params, *_: params)
+
+
+@pytest.fixture
+def smooth_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jumps are looked for once in the units of each model, for tests that make its guide many times.
+
+    The search takes longer than some steps, and what it finds stands with the model.
+    """
+    from pyro_ngvi.hierarchy.probe import Probe
+
+    look, known = Probe.is_smooth, SMOOTH
+
+    def remembered(self: Any, e: Any, u: Any) -> bool:
+        key = self.call.model, self.units.names, e.dtype, str(self.call.args), str(self.call.kwargs)
+        if key not in known:
+            known[key] = look(self, e, u)
+        return known[key]
+
+    monkeypatch.setattr(Probe, "is_smooth", remembered)
+
+
+#: what ``smooth_once`` has found
+SMOOTH: dict[Any, bool] = {}
 
 
 @pytest.fixture

@@ -67,6 +67,10 @@ WORKS: dict[str, list[tuple[list[str], list[str]]]] = {
 }
 WORKS["AIFVB"] = WORKS["IFVB"]
 
+#: AIFVB is IFVB with an average: beside one guide with all losses it meets each guide with one of them
+AVERAGED = {(guide, PLAIN[i % len(PLAIN)]) for i, guide in enumerate(ALL)}
+AVERAGED |= {("mean field", loss) for loss in LOSSES}
+
 
 def steps(rule: str, guide: str, loss: str) -> None:
     """Two steps, which move all parameters of q to finite values."""
@@ -113,6 +117,8 @@ def kinks_are_sought_once(sought: set[Any], monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_pair_works_or_is_refused(rule: str, guide: str) -> None:
     works = {pair for guides, losses in WORKS[rule] for pair in product(guides, losses)}
     for loss in LOSSES:
+        if rule == "AIFVB" and (guide, loss) not in AVERAGED:
+            continue
         if (guide, loss) in works:
             steps(rule, guide, loss)
             continue

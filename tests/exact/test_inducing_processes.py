@@ -159,7 +159,7 @@ def test_draws_have_the_moments_of_the_prediction() -> None:
     X, y = case("pair")
     model = make("pair")
     guide, _ = trained(model, X, y, 5, Z)
-    S = 500
+    S = 200
     torch.manual_seed(0)
     found = guide.predict(NEW)
     drawn = Predictive(model, guide=guide, num_samples=S)(NEW)
@@ -186,12 +186,12 @@ def test_draws_have_the_moments_of_the_prediction() -> None:
 def test_minibatches_converge_to_where_all_data_do(kind: str, first: str) -> None:
     X, y = case(kind)
     model = make(kind)
-    whole, losses = trained(model, X, y, 20, Z)
+    whole, losses = trained(model, X, y, 14, Z)
     guide = ngvi.AutoSites(model, inducing=Z)
     svi = SVI(model, guide, ngvi.CVI(guide), ngvi.SitesELBO())
     if first == "all data":
         svi.step(X, y)
-    for _ in range(70):
+    for _ in range(50):
         svi.step(X, y, batch=8)
     loss = ngvi.SitesELBO()
     assert abs(loss.loss(model, guide, X, y) - losses[-1]) < 1e-9
@@ -199,8 +199,8 @@ def test_minibatches_converge_to_where_all_data_do(kind: str, first: str) -> Non
     for name, (mean, variance) in whole.predict(NEW).items():
         torch.testing.assert_close(guide.predict(NEW)[name][0], mean, rtol=0, atol=1e-6)
         torch.testing.assert_close(guide.predict(NEW)[name][1], variance, rtol=0, atol=1e-6)
-    values = torch.tensor([loss.loss(model, guide, X, y, batch=8) for _ in range(40)])
-    assert abs(values.mean() - losses[-1]) < 4 * values.std() / 40**0.5
+    values = torch.tensor([loss.loss(model, guide, X, y, batch=8) for _ in range(20)])
+    assert abs(values.mean() - losses[-1]) < 4 * values.std() / 20**0.5
 
 
 def test_two_kinds_of_data_see_the_processes_in_their_own_ways() -> None:

@@ -73,7 +73,7 @@ def test_through_the_optimizer(make):
     svi = SVI(model, guide, optim, elbo)
     with pytest.raises(RuntimeError, match="before the first step"):
         optim.asymptotic_covariance(svi, y)
-    for _ in range(150):
+    for _ in range(100):
         svi.step(y)
     held = {name: p.detach().clone() for name, p in guide.named_parameters()}
     state = optim.get_state()
@@ -86,7 +86,7 @@ def test_through_the_optimizer(make):
             assert torch.equal(value, flat(state["natural"][path])[name]), name
     assert covariance.matrix.shape == (4, 4)
     assert all((v > 0).all() for v in covariance.stddev.values())
-    # about a quarter of 150 steps of 4 particles: far below one posterior sd, and not nothing
+    # about a quarter of 100 steps of 4 particles: far below one posterior sd, and not nothing
     assert 1e-3 < max(v.max() for v in covariance.stddev.values()) < 0.5
 
 

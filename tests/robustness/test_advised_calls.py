@@ -113,8 +113,18 @@ FILLED = {
 }
 
 
+#: what a call may change: each has copies
+CHANGED = "guide", "optim", "svi", "normal", "module", "params"
+
+
 def reader() -> dict[str, Any]:
     """A reader's names: a model, guides that have made a step, data, and what was imported."""
+    names = at_hand()
+    return names | copy.deepcopy({name: names[name] for name in CHANGED})
+
+
+@functools.cache
+def at_hand() -> dict[str, Any]:
     guide = pyro_ngvi.AutoSites(line)
     optim = pyro_ngvi.CVI(guide)
     svi = SVI(line, guide, optim, pyro_ngvi.SitesELBO())

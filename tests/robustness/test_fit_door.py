@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from functools import cache
 from typing import Any, cast
 
 import numpy as np
@@ -25,15 +26,20 @@ def model(y: Tensor | None = None, prior: float = 1.0) -> None:
         pyro.sample("y", dist.Normal(m, 1.0), obs=y)
 
 
+@cache
+def fitted() -> Any:
+    """For tests that do not change it."""
+    return ngvi.fit(model, Y, **HOW)
+
+
 @pytest.mark.parametrize("name", ["prior", "num_steps", "batch_size", "var_name", "from_prior"])
 def test_an_argument_that_a_reader_would_take_for_an_option(name: str) -> None:
     """``fit.idata`` would have read the prior's scale as whether to draw of the prior."""
     given: dict[str, Any] = {name: 3.0}
     with pytest.raises(ValueError, match=rf"'{name}', an argument of the model, is also an option"):
         ngvi.fit(model, Y, **given, **HOW)
-    fit = ngvi.fit(model, Y, **HOW)
     with pytest.raises(ValueError, match=rf"functools.partial\(model, {name}=...\)"):
-        fit.resume(Y, progress=False, **given)
+        fitted().resume(Y, progress=False, **given)
 
 
 def test_integers_of_numpy_are_seeds_and_a_rate_is_no_optimizer() -> None:
@@ -76,9 +82,9 @@ def test_data_that_are_infinite() -> None:
     assert torch.isfinite(torch.tensor(ngvi.fit(cut, y, **HOW).losses)).all()
 
 
-def test_a_fit_of_no_data_says_so() -> None:
+def test_a_fit_of_no_data_says_so(plain_start: None) -> None:
     assert "no data, so this is the prior" in str(ngvi.fit(model, **HOW))
-    assert "no data" not in str(ngvi.fit(model, Y, **HOW))
+    assert "no data" not in str(fitted().advice)
 
     def by_factor() -> None:
         m = pyro.sample("m", dist.Normal(0.0, 1.0))
@@ -89,7 +95,7 @@ def test_a_fit_of_no_data_says_so() -> None:
     assert "no data" in str(ngvi.advise(pyro.poutine.block(by_factor, hide=["likelihood"])))
 
 
-def test_data_at_the_edge_of_their_support_are_named() -> None:
+def test_data_at_the_edge_of_their_support_are_named(plain_start: None) -> None:
     def beta(y: Tensor) -> None:
         a: Any = pyro.sample("a", dist.Gamma(torch.tensor(2.0), 1.0))
         with pyro.plate("data", len(y)):

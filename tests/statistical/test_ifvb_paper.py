@@ -60,7 +60,7 @@ def test_averaging_delays_where_gradients_are_exact(start: tuple[float, float]) 
 
 @pytest.mark.parametrize("start", example1.STARTS)
 def test_default_ifvb_on_the_beta_example(start: tuple[float, float]) -> None:
-    assert example1.through_svi(ngvi.IFVB, start, 200, positive=True)[-1] < 1e-6
+    assert example1.through_svi(ngvi.IFVB, start, 120, positive=True)[-1] < 1e-6
 
 
 def test_poisson_gradients_are_those_of_the_bound() -> None:
@@ -106,7 +106,7 @@ def test_poisson_exact_pair_reaches_the_optimum() -> None:
 @pytest.mark.parametrize("optimizer", [ngvi.NGVB, ngvi.IFVB])
 def test_poisson_defaults_in_svi(optimizer: type) -> None:
     _, _, best = poisson.optimum()
-    assert best - poisson.through_svi(optimizer, 200)[-1] < 0.01
+    assert best - poisson.through_svi(optimizer, 100)[-1] < 0.01
 
 
 def test_poisson_ifvb_as_printed_leaves_the_domain_at_once() -> None:
@@ -175,7 +175,7 @@ def test_normal_model_in_the_coordinates_of_the_script(
 
 
 def test_normal_model_by_exponential_family_guide() -> None:
-    found = normal_model.exponential_family(ngvi.NGVB, 300)
+    found = normal_model.exponential_family(ngvi.NGVB, 150)
     assert normal_model.BEST - found[-1] < 0.01
 
 
