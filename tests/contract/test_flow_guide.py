@@ -154,7 +154,7 @@ def test_state_dict() -> None:
 @guides
 def test_answers(kind: str) -> None:
     guide = made(kind)
-    spring(guide, 30)
+    spring(guide, 10)
     quantiles = guide.quantiles([0.1, 0.5, 0.9])
     assert quantiles["scale"].shape == (3,) and bool((quantiles["scale"].diff() > 0).all())
     assert float(quantiles["scale"].detach().min()) > 0
@@ -185,8 +185,10 @@ def test_gaussian_start() -> None:
     assert gap(other) < gap(plain)
 
 
-@pytest.mark.parametrize("init", ["gaussian", "map"])
-@pytest.mark.parametrize("loss", [Trace_ELBO(), ngvi.BatchedELBO(2)], ids=["trace", "batched"])
+@pytest.mark.parametrize(
+    ("init", "loss"),
+    covering(["gaussian", "map"], [Trace_ELBO(), ngvi.BatchedELBO(2)], strength=1),
+)
 def test_a_search_for_the_start_within_a_step(init: str, loss: Any, starts: Any) -> None:
     starts.clear()
     guide = ngvi.AutoCouplingFlow(model, init=init, hidden=(4,))
@@ -245,7 +247,7 @@ def test_one_latent_variable() -> None:
         guide()
     loss = ngvi.BatchedELBO(64, curvature="scores")
     svi = SVI(single, guide, ngvi.optim.SPRING(guide), loss)
-    for _ in range(60):
+    for _ in range(40):
         svi.step()
     loss_now: Any = svi.evaluate_loss()
     assert float(loss_now) < 0.02  # 0.04 at the start
@@ -254,7 +256,7 @@ def test_one_latent_variable() -> None:
 def test_float32() -> None:
     torch.set_default_dtype(torch.float32)
     guide = made("affine")
-    spring(guide, 40)
+    spring(guide, 25)
     assert all(p.dtype == torch.float32 for p in guide.natural_params().values())
     assert gap(guide) < 0.3
 

@@ -57,7 +57,7 @@ def test_list_of_two_guides_of_ours_trains_both() -> None:
     guide.append(AutoMeanFieldNormal(poutine.block(model, hide=["x"])))
     optim = NGVB(guide, schedule=Constant(0.5))
     svi = SVI(model, guide, optim, Trace_ELBO(4))
-    for _ in range(40):
+    for _ in range(70):
         svi.step()
     parts: Any = list(guide)
     x, z = (part.get_posterior() for part in parts)
@@ -204,10 +204,10 @@ def test_posterior_of_a_reparameterised_model() -> None:
     for _ in range(40):
         svi.step(X, y)
     assert set(guide.median()) == {"w_decentered"}
-    draws = Predictive(reparam, guide=guide, num_samples=400, parallel=True)(X, y)["w"]
+    draws = Predictive(reparam, guide=guide, num_samples=400)(X, y)["w"]
     mean, precision = exact_posterior(X, y)
     standard_error = (torch.linalg.inv(precision).diagonal() / 400).sqrt()
-    assert ((draws.reshape(400, D).mean(0) - mean).abs() < 4.5 * standard_error).all()
+    assert ((draws.mean(0) - mean).abs() < 4.5 * standard_error).all()
 
 
 @guides

@@ -145,7 +145,7 @@ def test_every_kind_of_unit_comes_near_the_full_rank_guide_or_above(model: Any) 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda f: f.__name__)
 def test_draws_have_the_shapes_of_the_model(model: Any) -> None:
-    guide, *_ = fit(model, steps=2)
+    guide, *_ = fit(model, steps=1)
     latent = {n: s["value"].shape for n, s in guide.prototype_trace.iter_stochastic_nodes()}
     drawn = guide()
     assert {n: v.shape for n, v in drawn.items()} == latent
@@ -193,9 +193,9 @@ def test_losses_agree() -> None:
 @pytest.mark.parametrize(
     ("globals", "steps"),
     [
-        (ngvi.AutoMeanFieldNormal, 50),
+        (ngvi.AutoMeanFieldNormal, 35),
         (ngvi.AutoFactorNormal, 30),
-        (ngvi.AutoExponentialFamily, 50),
+        (ngvi.AutoExponentialFamily, 35),
     ],
 )
 def test_families_of_globals(globals: Any, steps: int) -> None:
@@ -211,7 +211,7 @@ def adam(guide: Any) -> Any:
     ("globals", "optim", "steps"),
     [
         (AutoNormal, adam, 30),
-        (AutoMultivariateNormal, adam, 50),
+        (AutoMultivariateNormal, adam, 40),
         (ngvi.AutoOrthogonalFlow, ngvi.IFVB, 30),
         (AutoMultivariateNormal, ngvi.IFVB, 30),
     ],
@@ -438,7 +438,7 @@ def test_kinks_far_from_the_prior_mean(away: float, particles: int) -> None:
             u: Any = pyro.sample("u", dist.Normal(m, s))
             pyro.sample("y", dist.Laplace(u, 1.0), obs=y)
 
-    steps = 150 if particles == 1 else 80
+    steps = 100 if particles == 1 else 50
     guide, *_ = fit(model, loss=ngvi.BatchedELBO(particles), steps=steps)
     assert not guide.units.smooth
     # E |u - y|'s second derivative is at most that at a q of sd 0.5, and above that of one of sd 3

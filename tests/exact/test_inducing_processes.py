@@ -186,12 +186,12 @@ def test_draws_have_the_moments_of_the_prediction() -> None:
 def test_minibatches_converge_to_where_all_data_do(kind: str, first: str) -> None:
     X, y = case(kind)
     model = make(kind)
-    whole, losses = trained(model, X, y, 14, Z)
+    whole, losses = trained(model, X, y, 20, Z)
     guide = ngvi.AutoSites(model, inducing=Z)
     svi = SVI(model, guide, ngvi.CVI(guide), ngvi.SitesELBO())
     if first == "all data":
         svi.step(X, y)
-    for _ in range(50):
+    for _ in range(60):
         svi.step(X, y, batch=8)
     loss = ngvi.SitesELBO()
     assert abs(loss.loss(model, guide, X, y) - losses[-1]) < 1e-9

@@ -167,7 +167,9 @@ def test_a_logistic_regression_has_the_sds_of_the_best_full_rank_gaussian() -> N
 def test_pyros_guides_are_taken_too(kind: Any) -> None:
     mu, log_sd = counts_optimum().chunk(2)
     ours, theirs = (
-        linear_response(counts, at(k, counts, mu, log_sd.exp(), X, COUNTS), X, COUNTS)
+        linear_response(
+            counts, at(k, counts, mu, log_sd.exp(), X, COUNTS), X, COUNTS, num_samples=S
+        )
         for k in (ngvi.AutoMeanFieldNormal, kind)
     )
     for name, x in ours.sd.items():

@@ -81,17 +81,17 @@ def test_p_values_are_those_of_the_textbook() -> None:
 
 
 def test_false_alarms_are_as_many_as_they_say() -> None:
-    """Of 20,000 uniform samples of 200; four standard errors, and rounding of the walk at 200 steps."""
-    found = uniformity(np.random.default_rng(1).random((200, 20_000)))
+    """Of 10,000 uniform samples of 200; four standard errors, and rounding of the walk at 200 steps."""
+    found = uniformity(np.random.default_rng(1).random((200, 10_000)))
     for alpha, p in product((0.05, 0.01), (found.uniform, found.symmetric, found.spread)):
-        error = 4.0 * math.sqrt(alpha / 20_000)
+        error = 4.0 * math.sqrt(alpha / 10_000)
         assert abs(float((p < alpha).mean()) - alpha) < error + 0.1 * alpha
 
 
 def test_symmetry_asks_nothing_of_the_rest() -> None:
-    """Of a U shape without a bias, 20,000 samples of 200."""
-    found = uniformity(np.random.default_rng(1).beta(0.5, 0.5, (200, 20_000)))
-    assert float((found.symmetric < 0.01).mean()) < 0.01 + 4.0 * math.sqrt(0.01 / 20_000)
+    """Of a U shape without a bias, 10,000 samples of 200."""
+    found = uniformity(np.random.default_rng(1).beta(0.5, 0.5, (200, 10_000)))
+    assert float((found.symmetric < 0.01).mean()) < 0.01 + 4.0 * math.sqrt(0.01 / 10_000)
     assert found.spread.max() < 0.01
 
 
