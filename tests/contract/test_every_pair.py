@@ -76,7 +76,7 @@ def is_met(rule: str, guide: str, loss: str) -> bool:
     """AIFVB is IFVB with an average, and takes its turns.  So does IFVB with those of our guides whose
     gradients by each of the losses NGVB has."""
     known = guide not in (*FLOWS, *FOREIGN) and loss in PLAIN
-    return rule != "AIFVB" and not (rule == "IFVB" and known) or (guide, loss) in TURNS
+    return (rule != "AIFVB" and not (rule == "IFVB" and known)) or (guide, loss) in TURNS
 
 
 def steps(rule: str, guide: str, loss: str) -> None:

@@ -137,7 +137,7 @@ def started(kind: Any) -> Any:
 
 @cache
 def without_steady_draws(kind: Any) -> Tensor:
-    return repeated(LOSSES["vectorised"](), started(kind), *data())
+    return repeated(LOSSES["Trace"](), started(kind), *data())
 
 
 def repeated(elbo: Any, guide: Any, X: Tensor, y: Tensor, n: int = 120) -> Tensor:
