@@ -466,7 +466,7 @@ def test_nan_in_the_data(kind: str, loss: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "base", [dist.HalfNormal(1.0), dist.Beta(2.0, 2.0).expand([3]).to_event(1)]
+    "base", [dist.HalfNormal(1.0), dist.Independent(dist.Beta(torch.full((3,), 2.0), 2.0), 1)]
 )
 def test_bounds_that_a_distribution_hides_are_refused(base: Any) -> None:
     """An affine TransformedDistribution says that its support is the real line."""
