@@ -88,7 +88,7 @@ def _record(function: Callable[[], list[Tensor]], inputs: Sequence[Tensor]) -> f
     with nothing_at_hand():
         try:
             # the real tensors are recorded by their identity, and no shape is left open; without a mode
-            # of fake tensors around it PyTorch makes one for each operation, half of the time
+            # of fake tensors around it PyTorch makes one, with a stack trace, for each operation
             with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):
                 return make_fx(lambda *_: function())(*inputs)
         except Exception as error:  # what is wrong without a recording too, the eager step will say
