@@ -509,3 +509,25 @@ def test_a_fit_leaves_time_for_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = searched(max_time=1e6)
     monkeypatch.setattr(import_module("pyro_ngvi.fitting.fit"), "SEARCH", 1e-12)
     assert searched() == whole > 20 * searched(max_time=1e6)
+
+
+def test_steps_on_expectations_are_not_taken_again() -> None:
+    """From a point that leads to where one led; nor where they cannot reach the best end."""
+    d, shift = 14, torch.tensor(10.0)
+
+    def density(x: Tensor) -> Tensor:
+        """Skewed modes around 0 and, with e^-30 of the mass, around the shift in every entry."""
+        parts = [2.0 * (x - c) - (2.0 * (x - c)).exp() for c in (0.0, shift)]
+        return torch.stack([parts[0].sum(-1), parts[1].sum(-1) - 30.0]).logsumexp(0)
+
+    search, calls = Search(density, torch.zeros(d)), []
+    smoothed = search.smoothed
+    search.smoothed = lambda *how: calls.append(how) or smoothed(*how)  # type: ignore[method-assign]
+    with torch.no_grad():
+        first = search.visit(torch.full((d,), 0.3))
+        # so far from the posterior that no path ends in its typical set
+        assert first is not None and len(calls) == 1 and first.spread > 1.0
+        assert search.visit(torch.full((d,), -0.4)) is first and len(calls) == 1
+        far = search.visit(shift + torch.full((d,), 0.3))
+        assert far is not None and len(calls) == 1
+        assert first.elbo - far.elbo > 20.0
