@@ -262,7 +262,7 @@ def diagnose(
         density = ModelDensity(model, args, kwargs, init_loc_fn=at_draw)
 
         def packed(values: Any) -> Tensor:
-            return density.pack({name: values[name] for name in density.layout.transforms}).detach()
+            return density.pack(values).detach()
 
         modes_at = getattr(guide, "modes_at", _one_mode)
         found = _by_chains(density, packed(values), modes_at, num_steps, weights)

@@ -98,16 +98,14 @@ class KHat:
     @cached_property
     def decision(self) -> str:
         """ "intervals", "resample", "unusable" or "unclear": see the class."""
-        if self.other_modes:
-            lost = (self.missed or 0.0) > 0.0 or self.of_modes_held.decision == "unusable"
-            return "unusable" if lost else "unclear"
         if not self.reliable or (self.missed or 0.0) > 0.0:
             return "unusable"
         share = self.ess / len(self.log_weights)
-        if self.within_bounds and (self.khat <= HALF or share >= HALF):
-            return "intervals"
+        good = self.within_bounds and (self.khat <= HALF or share >= HALF)
         correctable = share >= HALF or (share >= FEWEST and self.ended)
-        return "resample" if correctable else "unusable"
+        if not (good or correctable):
+            return "unusable"
+        return "unclear" if self.other_modes else "intervals" if good else "resample"
 
     @property
     def ok(self) -> bool:
@@ -168,9 +166,7 @@ class KHat:
         if self.khat > self.threshold or self.tail is None:
             return self.threshold < self.khat <= PARETO
         error = (1.0 + self.khat) / max(1, len(self.tail.at)) ** 0.5
-        return (
-            self.of_modes_held.decision == "resample" and self.khat + 2.0 * error > self.threshold
-        )
+        return self.decision == "resample" and self.khat + 2.0 * error > self.threshold
 
     @property
     def tail_is_too_heavy(self) -> bool:

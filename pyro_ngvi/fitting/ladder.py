@@ -89,7 +89,7 @@ def climb(structure: Structure, fit: Callable[..., Any], max_time: float | None)
         rungs.append(rung)
         # the verdict on some modes knows nothing of others
         mixture = isinstance(found.guide, AutoMixtureNormal)
-        modes = modes_seen(found.guide) if mixture or len(rungs) == 1 else 1
+        modes = found.khat.modes if mixture or len(rungs) == 1 else 1
         more = modes > (len(found.guide.weights) if mixture else 1) and len(choices) > 1
         if more:
             choices.insert(len(rungs), partial(AutoMixtureNormal, num_components=modes))
@@ -107,12 +107,6 @@ def climb(structure: Structure, fit: Callable[..., Any], max_time: float | None)
         rungs = [_rung(rung.guide, best, began - rung.seconds) for rung in rungs[:1]] + rungs[1:]
     best.rungs = tuple(rungs)
     return best
-
-
-def modes_seen(guide: Any) -> int:
-    """How many modes of comparable mass the search for a start of a guide has found."""
-    report = getattr(guide, "start_report", None)
-    return 1 if report is None else report.modes
 
 
 def _rung(guide: str, found: Any, began: float) -> Rung:

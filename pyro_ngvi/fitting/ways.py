@@ -37,8 +37,7 @@ def _way_of_jump(model: Any, guide: Any, args: Any, kwargs: Any) -> str:
     with suppress(CannotBatch, ValueError, RuntimeError), own_random_state(0):
         density = ModelDensity(model, args, kwargs)
         values, _ = guide_draws(partial(guide, *args, **kwargs), 2 * PAIRS)
-        theta = density.pack({name: values[name] for name in density.layout.transforms})
-        for name in jumping_sites(density, theta.detach()):
+        for name in jumping_sites(density, density.pack(values).detach()):
             return (
                 f"log p jumps along {name!r}, and a gradient sees no jump: sum a switch out, by a "
                 f'discrete site with infer={{"enumerate": "parallel"}}, or smooth it.'
