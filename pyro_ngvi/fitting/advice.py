@@ -203,7 +203,7 @@ def advise(
         def dim() -> int:
             if structure is not None:
                 return structure.d
-            with suppress(TypeError), own_random_state():  # arguments are missing: those of data=
+            with suppress(TypeError), own_random_state():  # arguments are missing
                 return Structure(model, args, kwargs).d
             return 0
 

@@ -158,9 +158,11 @@ class Fit(Result):
         start = time.perf_counter()
         self._last = args = self.args if self.batches is None else next(self.batches)
         if not self.steps:
+            drawn = Minibatches()
             with poutine.block(), ModuleParams():
-                seen = look(self.model, {}, args, self.kwargs)
-            check_missing(seen)
+                seen = look(self.model, {}, args, self.kwargs, drawn)
+                with own_random_state(torch.initial_seed() // 2 + 1):  # another draw of the prior
+                    check_missing(seen, look(self.model, {}, args, self.kwargs, drawn))
             if self.batches is not None:
                 self.batches.warn_of_no_share(seen)
         if self.compile and not isinstance(self.svi, CompiledSVI):
@@ -300,7 +302,7 @@ def fit(
             'guide="auto" runs several fits against the clock, which processes have each of their own: '
             "name a guide."
         )
-    first = next(Batches(data)) if data is not None and (guide is None or by_ladder) else args
+    first = args if data is None else next(Batches(data))
     parts = {"optim": optim, "loss": loss, "num_particles": num_particles}
     how: dict[str, Any] = {"max_steps": max_steps, "progress": progress, "every": every}
     how["callbacks"] = list(callbacks)

@@ -70,15 +70,17 @@ class StopRule:
         batches: for loops over minibatches, what they go over: an iterable that can be gone through
             again, such as a ``DataLoader``, of tuples of arguments, or of single ones.
         max_steps: steps after which to stop in any case; ``max_time`` in seconds since it was made.
-        newton: whether a look that finds more than ``tol`` to gain moves a guide of ours there, under
-            an optimizer of ours and a ``BatchedELBO`` of all data, as :func:`pyro_ngvi.fit` lets it.
+        newton: whether a look that finds something to gain moves a guide of ours there, the last one
+            too, under an optimizer of ours and a ``BatchedELBO`` of all data, as in
+            :func:`pyro_ngvi.fit`.
 
     Attributes:
         reason: why to stop, or ``None``: "converged"; "settled"; "stalled" (three quarters of the steps
             have not halved a gap above ``tol``; or, where optimizer or noise hide that, the losses of a
             quarter fell by at most a tenth of their own sd, by two standard errors); "max_steps";
             "max_time"; "diverged" (20 more steps were skipped, or had no finite loss, than since).
-        gap: nats still to gain at the last look (:class:`~pyro_ngvi.fitting.Gap`); ``None``: no look.
+        gap: nats still to gain at the last look (:class:`~pyro_ngvi.fitting.Gap`), before it moved the
+            guide with ``newton``; ``None``: no look.
         losses: what it has seen, and ``steps``, how many.
         looks: step and gap of each look so far.
 
@@ -211,16 +213,21 @@ class StopRule:
         return "stalled" if stalls else None
 
     def _descend(self, meter: GapMeter, most: int, newton: bool, patient: bool = False) -> Gap:
-        """The gap; where ``newton`` and it is above ``tol``, step and measure again, until a step is
+        """The gap; with ``newton``, step, and measure again where it was above ``tol``, until a step is
         refused, or about ``most`` gradients are taken.  Who is ``patient``, or has stepped before,
         takes twice as many gradients where one is refused."""
         while True:
             self.gap = gap = meter(self.tol, max(MOST_GRADIENTS, self.steps), whole=newton)
             self.looks.append((self.steps, gap))
-            if not newton or gap.is_below(self.tol):
+            if not newton:
                 return gap
             moved = meter.newton_step()
-            if meter.count >= most or not (moved or patient) or self._late():
+            if (
+                gap.is_below(self.tol)
+                or meter.count >= most
+                or not (moved or patient)
+                or self._late()
+            ):
                 return gap
             if not moved:
                 meter.widen()

@@ -109,11 +109,15 @@ def _of_nan(site: Site) -> str:
     )
 
 
-def check_missing(sites: Sites) -> None:
+def check_missing(sites: Sites, others: Sites) -> None:
     """Refuse NaN among the data, which steps of ``AutoSites`` take and what comes after them does not,
-    and infinite data whose density is zero wherever a guide may go."""
+    and infinite data whose density is zero wherever a guide may go.
+
+    Data are the same at two draws of the prior, ``sites`` and ``others``; residuals that a model
+    observes are not, and may overflow at some.
+    """
     for name, site in sites.items():
-        if site_kind(site) != "observed":
+        if site_kind(site) != "observed" or not _is_same(site, others.get(name, site)):
             continue
         if _has_nan(site):
             raise ValueError(f"The site {name!r} cannot be evaluated: {_of_nan(site)}")
@@ -125,6 +129,13 @@ def check_missing(sites: Sites) -> None:
                 f"values are infinite. Mask them, and observe numbers under the mask: "
                 f"poutine.mask(mask=torch.isfinite(y)), obs=torch.where(torch.isfinite(y), y, 0.0)."
             )
+
+
+def _is_same(site: Site, other: Site) -> bool:
+    a, b = site["value"], other["value"]
+    return not (isinstance(a, Tensor) and isinstance(b, Tensor)) or (
+        a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
+    )
 
 
 def check_data(checked: Sites, program: Program, values: Values) -> None:

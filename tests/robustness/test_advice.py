@@ -312,5 +312,7 @@ def test_a_full_gaussian_over_many_gets_more_particles() -> None:
     assert particles(40, guide="AutoFullRankNormal") == 32
     assert particles(40, guide="AutoMeanFieldNormal") == 8
     assert particles(40, guide="AutoFullRankNormal", optim="VON") == 8
-    # as of data=, the arguments come later
+    # the arguments come later, or with a minibatch
     assert ngvi.advise(model, guide=ngvi.AutoFullRankNormal).loss.num_particles == 8
+    fit = ngvi.fit(model, data=[(40,)], guide="AutoFullRankNormal", max_steps=1, progress=False)
+    assert fit.advice.loss.num_particles == 32

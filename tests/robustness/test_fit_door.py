@@ -126,3 +126,28 @@ def test_a_fit_whose_guide_was_trained_by_another_is_not_read() -> None:
     assert float(first.sample(100, seed=0)["m"].mean()) == pytest.approx(mean, abs=0.2)
     with pytest.raises(ValueError, match="was given to a later one"):
         second.sample(1)
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_residuals_that_a_model_observes_may_overflow_at_draws_of_the_prior(missing) -> None:
+    """Only what is the same at two of them is data that somebody can mask."""
+    y = torch.linspace(-1.0, 1.0, 60)
+    if missing:
+        y[3] = torch.nan
+
+    def moving_average(y: torch.Tensor) -> None:
+        slope = pyro.sample("slope", dist.Normal(0.0, 1e8))
+        error, errors = y[0], [y[0]]
+        for now in y[1:]:
+            error = now - slope * error
+            errors.append(error)
+        pyro.sample("error", dist.Normal(torch.zeros(60), 1.0).to_event(1), obs=torch.stack(errors))
+        pyro.sample("y", dist.Normal(torch.zeros(60), 1.0).to_event(1), obs=y)
+
+    how: Any = {"guide": "AutoMeanFieldNormal", "max_steps": 1, "progress": False, "seed": 0}
+    pyro.clear_param_store()
+    if missing:
+        with pytest.raises(ValueError, match=r"The site 'y' .*: 1 of its 60 values are NaN. Mask"):
+            ngvi.fit(moving_average, y, **how)
+    else:
+        assert ngvi.fit(moving_average, y, **how).steps == 1

@@ -474,6 +474,32 @@ def test_looks_may_go_where_natural_gradients_creep():
     assert 0.5 * float(away @ torch.linalg.solve(correlation, away)) < 1e-9
 
 
+def test_the_look_that_ends_a_run_moves_the_guide_too():
+    """Nats that may be left are taken where the way to them is known; ``gap`` is that of before."""
+    correlation = torch.full((5, 5), 0.9, dtype=torch.float64).fill_diagonal_(1.0)
+    precision = torch.linalg.inv(correlation)
+
+    def correlated() -> None:
+        pyro.sample(
+            "z", dist.MultivariateNormal(correlation.new_zeros(5), precision_matrix=precision)
+        )
+
+    before = 0.5 * float(precision.sum())  # of the mean (1, ..., 1)
+    for newton, left in ((False, before), (True, 0.0)):
+        pyro.clear_param_store()
+        guide: Any = ngvi.AutoMeanFieldNormal(correlated, init=None)
+        guide()
+        for name, x in guide.family.matched(correlation.new_ones(5), precision).items():
+            guide.natural_params()[name].data.copy_(x)
+        svi = SVI(correlated, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
+        stop: Any = ngvi.StopRule(svi, tol=2.0 * before, newton=newton)
+        stop.losses = [1.0] * 5
+        assert stop(1.0) and stop.reason == "converged" and stop.steps == 6
+        assert abs(stop.gap.nats - before) < 1e-9
+        away = guide.loc.detach()
+        assert abs(0.5 * float(away @ precision @ away) - left) < 1e-9
+
+
 def test_steps_with_minibatches_are_left_alone():
     """Newton's steps solve for the data of one minibatch; a look at all data may take them."""
     loader = [(X[:30], Y[:30]), (X[30:], Y[30:])]
