@@ -16,6 +16,7 @@ import pyro
 import torch
 from pyro import poutine
 from torch import Tensor, nn
+from torch.distributions import transform_to
 
 from ..compiled import CompiledSVI
 from ..compiled import compile as compile_svi
@@ -80,9 +81,11 @@ class Fit(Result):
         self.compile = compile
         self._saved: dict[str, Any] | None = None
         self._path: Any = None
-        self._params: dict[str, Tensor] = {}
+        #: by name, with constraints
+        self._params: dict[str, tuple[Tensor, Any]] = {}
         self._own = object()
 
+    @torch.inference_mode(False)
     def resume(
         self,
         *args: Any,
@@ -200,15 +203,22 @@ class Fit(Result):
         with own_random_state(), torch.no_grad(), pyro.validation_enabled(False):
             ran = run_both(self.model, svi.guide, self._last, self.kwargs, Minibatches())
         names = {name for handler in ran for name in handler.params}
-        held = pyro.get_param_store().named_parameters()
-        self._params = {n: p.detach().clone() for n, p in held if n in names and id(p) not in own}
+        store = pyro.get_param_store()
+        held, how = store.named_parameters(), store.get_state()["constraints"]
+        self._params = {
+            n: (p.detach().clone(), how[n]) for n, p in held if n in names and id(p) not in own
+        }
 
     def put_back(self) -> None:
-        """Restore parameters that another fit has trained on, and what was loaded from a file."""
+        """Restore parameters that another fit has trained on, or that have left Pyro's store, and what
+        was loaded from a file."""
         check_guide_of(self.svi.guide, self._own)
-        for name, p in pyro.get_param_store().named_parameters():
+        store = pyro.get_param_store()
+        for name, (p, constraint) in self._params.items():
+            store.setdefault(name, transform_to(constraint)(p), constraint)
+        for name, p in store.named_parameters():
             if name in self._params:
-                p.data.copy_(self._params[name])
+                p.data.copy_(self._params[name][0])
         if self._saved is None:
             return
         if (self.batches is None) != (self._saved["batches"] is None):

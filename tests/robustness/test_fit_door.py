@@ -13,6 +13,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from torch import Tensor
+from torch.distributions import constraints
 
 import pyro_ngvi as ngvi
 
@@ -151,3 +152,43 @@ def test_residuals_that_a_model_observes_may_overflow_at_draws_of_the_prior(miss
             ngvi.fit(moving_average, y, **how)
     else:
         assert ngvi.fit(moving_average, y, **how).steps == 1
+
+
+READS: dict[str, Any] = {
+    "predict": lambda fit, y: float(fit.predict(y, seed=0)["y"].std()),
+    "khat": lambda fit, y: float(fit.khat.elbo),
+    "resume": lambda fit, y: float(fit.resume(max_steps=1, progress=False).losses[-1]),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+@pytest.mark.filterwarnings("ignore:NGVB leaves what is not natural")
+def test_parameters_of_the_model_come_back_to_a_store_that_was_cleared(name: str) -> None:
+    """Before the first read, whichever that is: the model would make them anew."""
+    y = torch.linspace(-1.5, 1.5, 50)
+
+    def scaled(y: Tensor) -> None:
+        s = pyro.param("spread", torch.tensor(9.0), constraint=constraints.positive)
+        m = pyro.sample("m", dist.Normal(0.0, 10.0))
+        with pyro.plate("data", 50):
+            pyro.sample("y", dist.Normal(m, s), obs=y)
+
+    found = []
+    for cleared in (False, True):
+        pyro.clear_param_store()
+        fit = ngvi.fit(scaled, y, max_steps=60, tol=0.0, progress=False, seed=0)
+        spread = pyro.param("spread").detach().clone()
+        assert spread < 8.9
+        if cleared:
+            pyro.clear_param_store()
+        pyro.set_rng_seed(1)
+        found.append(READS[name](fit, y))
+        torch.testing.assert_close(pyro.param("spread").detach(), spread, rtol=0.02, atol=0.0)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_fit_takes_gradients_wherever_it_is_called(mode: Any) -> None:
+    with mode():
+        fit = ngvi.fit(model, Y, **HOW)
+    assert fit.losses.tolist() == fitted().losses.tolist()
