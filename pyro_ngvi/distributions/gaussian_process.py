@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 
 from ..linalg.host import host_bool
+from ..runtime.pyro_adapter import with_draws_held
 
 
 class GaussianProcess(TorchDistribution):
@@ -70,8 +71,9 @@ class GaussianProcess(TorchDistribution):
     ) -> None:
         if isinstance(jitter, Tensor) or not jitter >= 0.0:  # a tensor would not be learned
             raise ValueError(f"GaussianProcess: jitter is {jitter!r}; it must be a number >= 0.")
-        self.kernel, self.inputs, self.jitter = kernel, inputs, float(jitter)
-        self.mean_function = mean
+        self.kernel: Any = with_draws_held(kernel)
+        self.mean_function: Any = with_draws_held(mean)
+        self.inputs, self.jitter = inputs, float(jitter)
         self._loc: Tensor | None = None
         self._scale_tril: Tensor | None = None
         super().__init__(torch.Size(), inputs.shape[:1], validate_args=validate_args)

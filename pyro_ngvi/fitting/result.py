@@ -26,7 +26,7 @@ from .advice import Structure
 from .batches import Epoch
 from .ladder import FLOW, Rung
 from .plot import plot_steps
-from .ways import way_on
+from .ways import prior_alone, way_on
 
 #: latent variables times data up to which a fit is diagnosed by short chains unasked
 LITTLE = 10_000
@@ -166,8 +166,11 @@ class Result:
 
     @cached_property
     def _verdict_in_words(self) -> str:
-        """The verdict, and the way on."""
-        return f"{self.verdict.verdict} {self._way_on()}".rstrip()
+        """The verdict, the way on, and what no data speak of."""
+        words = [self.verdict.verdict, self._way_on()]
+        if not (self.is_spread or self._is_stream):
+            words.append(prior_alone(self.model, self.guide, self.args, self.kwargs))
+        return " ".join(filter(None, words))
 
     def _way_on(self) -> str:
         """What to do where the verdict is bad, and does not say so itself."""

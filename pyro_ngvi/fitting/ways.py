@@ -12,6 +12,7 @@ from pyro import poutine
 
 from ..diagnostics.draws import guide_draws
 from ..linalg.host import own_random_state
+from ..probing.flat import flat_sites
 from ..probing.jumps import PAIRS, jumping_sites
 from ..runtime.density import innermost, is_latent
 from ..runtime.model_density import ModelDensity
@@ -28,9 +29,38 @@ SMALL, NONE = 1e-4, 1e-2
 
 def way_on(model: Any, guide: Any, args: Any, kwargs: Any, narrow: bool) -> str:
     """What suits a model better, in words; of effects for a ``narrow`` guide alone."""
-    return _way_of_jump(model, guide, args, kwargs) or (
-        way_of_effect(model, args, kwargs) if narrow else ""
+    return (
+        _way_of_jump(model, guide, args, kwargs)
+        or _way_of_cut(model, guide, args, kwargs)
+        or (way_of_effect(model, args, kwargs) if narrow else "")
     )
+
+
+def prior_alone(model: Any, guide: Any, args: Any, kwargs: Any) -> str:
+    """Which latent sites nothing else of the model depends on, in words."""
+    unseen = [name for name, moves in _flat(model, guide, args, kwargs).items() if not moves]
+    if not unseen:
+        return ""
+    names = ", ".join(map(repr, unseen[:3])) + f" and {len(unseen) - 3} more" * (len(unseen) > 3)
+    return f"Nothing else in the model depends on {names}: the posterior of that is its prior."
+
+
+def _way_of_cut(model: Any, guide: Any, args: Any, kwargs: Any) -> str:
+    for name, moves in _flat(model, guide, args, kwargs).items():
+        if moves:
+            return (
+                f"log p depends on {name!r} and has no gradient there: keep it a tensor in the model, "
+                f"without .item(), float() or .detach()."
+            )
+    return ""
+
+
+def _flat(model: Any, guide: Any, args: Any, kwargs: Any) -> dict[str, bool]:
+    failures = suppress(CannotBatch, ValueError, RuntimeError, NotImplementedError)
+    with failures, own_random_state(0), poutine.block(), ModuleParams(), torch.no_grad():
+        values, _ = guide_draws(partial(guide, *args, **kwargs), 2)
+        return flat_sites(model, values, args, kwargs)
+    return {}
 
 
 def _way_of_jump(model: Any, guide: Any, args: Any, kwargs: Any) -> str:

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import pyro
@@ -14,6 +16,7 @@ import torch
 from pyro.distributions import MaskedDistribution
 from pyro.infer.autoguide import AutoContinuous, AutoGuide
 from pyro.infer.autoguide.initialization import InitMessenger
+from pyro.nn import PyroModule
 from pyro.poutine.block_messenger import BlockMessenger
 from pyro.poutine.indep_messenger import CondIndepStackFrame
 from pyro.poutine.messenger import Messenger
@@ -29,6 +32,26 @@ def constraint_of(name: str) -> Any:
     """The constraint of a parameter in Pyro's store; ``None``: it is not there, or has none."""
     # get_state() is public, and takes the unconstrained tensors from the parameters
     return pyro.get_param_store()._constraints.get(name)
+
+
+def with_draws_held(module: Any) -> Any:
+    """A module whose ``PyroSample`` attributes are drawn, here, and keep their values, as a copy; the
+    same where it has none.  Outside of a call of the module each read of one would draw anew."""
+    parts = module.modules() if isinstance(module, PyroModule) else ()
+    if not any(part._pyro_samples for part in parts if isinstance(part, PyroModule)):
+        return module
+    with module._pyro_context:
+        return _held(module)
+
+
+def _held(module: Any) -> Any:
+    held = copy(module)
+    parts = {name: part if part is None else _held(part) for name, part in module._modules.items()}
+    vars(held)["_modules"] = parts
+    if isinstance(module, PyroModule):
+        vars(held).update({name: getattr(module, name) for name in module._pyro_samples})
+        vars(held)["_pyro_samples"] = OrderedDict()
+    return held
 
 
 # --- models of guides ---------------------------------------------------------------------------

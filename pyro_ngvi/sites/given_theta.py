@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from math import isfinite
 from textwrap import shorten
 from typing import Any
@@ -16,6 +17,7 @@ from torch.distributions import biject_to
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from ..linalg.host import own_random_state
+from ..probing.flat import flat_sites
 from ..runtime.density import LatentLayout
 from .conditioned_model import MeansOfProcesses, is_gaussian
 from .corrections import corrected_evidence
@@ -182,6 +184,15 @@ class GivenTheta:
         if not isfinite(found):
             self.failure = ValueError(f"the log evidence is {found}")
         return found if isfinite(found) else -torch.inf
+
+    def keep_their_prior(self) -> list[str]:
+        """The hyperparameters on which nothing else in the model depends."""
+        draws = [self._latents(seed) for seed in range(2)]
+        values = {n: torch.stack([d[n]["value"] for d in draws]) for n in draws[0]}
+        with suppress(*FAILURES), poutine.block():
+            found = flat_sites(self.model, values, self.args, self.kwargs)
+            return [n for n, moves in found.items() if n in self.layout.transforms and not moves]
+        return []
 
     def where(self, u: Tensor) -> str:
         """The values at u (p,), in words."""

@@ -185,6 +185,11 @@ def _doubts(at: GivenTheta, design: Design, definite: bool) -> tuple[str, ...]:
             f"In doubt: there is no posterior given {where} (one of {len(design.lost)} such points), "
             f"which counts for nothing."
         )
+    if unseen := at.keep_their_prior():
+        names = ", ".join(map(repr, unseen))
+        found.append(
+            f"In doubt: nothing else in the model depends on {names}, with its prior here."
+        )
     if not definite:
         found.append(
             f"In doubt: log p(theta | y) is not concave where the search for its mode ended: {where}."

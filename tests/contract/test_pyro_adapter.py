@@ -12,7 +12,7 @@ import torch
 from pyro import poutine
 from pyro.infer import Trace_ELBO
 from pyro.infer.autoguide import AutoContinuous, AutoGuideList, AutoMultivariateNormal
-from pyro.nn import PyroModule
+from pyro.nn import PyroModule, PyroSample
 from pyro.ops.special import safe_log
 
 from pyro_ngvi import AutoMeanFieldNormal
@@ -24,6 +24,7 @@ from pyro_ngvi.runtime.pyro_adapter import (
     model_as_given,
     particle_plate,
     unblocked,
+    with_draws_held,
 )
 from pyro_ngvi.runtime.stand_ins import stand_ins
 from pyro_ngvi.runtime.store import claim_name, module_name, rename
@@ -182,3 +183,17 @@ def test_pyro_takes_its_safe_logarithm_from_a_class_of_pyro_ops_special() -> Non
         values = torch.func.vmap(safe_log)(x.detach())
     assert torch.equal(values, safe_log(x)), "safe_log no longer looks up `_SafeLog` when called"
     torch.testing.assert_close(batched, theirs)
+
+
+def test_pyro_keeps_priors_of_attributes_in_pyro_samples() -> None:
+    module: Any = PyroModule("part")
+    module.scale = PyroSample(dist.LogNormal(0.0, 1.0))
+    with poutine.trace() as traced:
+        held = with_draws_held(module)
+    assert list(traced.trace.nodes) == ["part.scale"] and torch.equal(held.scale, held.scale), (
+        "PyroModule no longer keeps PyroSample attributes in `_pyro_samples`, drawn as sites within "
+        "`_pyro_context`: change with_draws_held() in pyro_ngvi/runtime/pyro_adapter.py, or a kernel "
+        "with priors has other numbers at each read."
+    )
+    first, second = module.scale, module.scale
+    assert float(first) != float(second) and with_draws_held(held) is held

@@ -9,9 +9,9 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.contrib.gp.kernels import RBF
+from pyro.contrib.gp.kernels import RBF, Sum, WhiteNoise
 from pyro.infer import SVI, Predictive
-from pyro.nn import PyroModule
+from pyro.nn import PyroModule, PyroSample
 from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
 
 import pyro_ngvi as ngvi
@@ -322,3 +322,75 @@ def test_float32_all_the_way():
     mean, variance = guide.predict(torch.linspace(-1, 6, 5, dtype=torch.float32))["f"]
     assert mean.dtype == variance.dtype == torch.float32
     assert torch.isfinite(mean).all() and math.isfinite(losses[1])
+
+
+class _Level(PyroModule):
+    def forward(self, X):
+        return self.value.expand(len(X))
+
+
+class _WithPriors(PyroModule):
+    """A kernel that is a sum of Pyro's, whose numbers have priors, and a mean that has one."""
+
+    def __init__(self):
+        super().__init__()
+        self.kernel: Any = Sum(RBF(1), WhiteNoise(1))
+        self.level: Any = _Level()
+        self.kernel.kern0.lengthscale = PyroSample(dist.LogNormal(0.0, 0.5))
+        self.kernel.kern0.variance = PyroSample(dist.LogNormal(0.0, 0.5))
+        self.kernel.kern1.variance = PyroSample(dist.LogNormal(-2.0, 0.5))
+        self.level.value = PyroSample(dist.Normal(0.0, 1.0))
+
+    def forward(self, X, y=None):
+        f = pyro.sample("f", GaussianProcess(self.kernel, X, mean=self.level, jitter=JITTER))
+        with pyro.plate("data", len(X)):
+            pyro.sample("y", dist.Normal(f, NOISE), obs=y)
+        return f
+
+
+def test_numbers_of_kernel_and_mean_with_priors_are_drawn_once_in_the_model():
+    """Read after the run, as by a density, they would be other draws, of no site."""
+    X, y = data(6)
+    pyro.clear_param_store()
+    model = _WithPriors()
+    names = ("kernel.kern0.lengthscale", "kernel.kern0.variance", "kernel.kern1.variance")
+    given = dict(zip(names, torch.tensor([0.7, 1.3, 0.2]), strict=True))
+    given |= {"level.value": torch.tensor(0.5), "f": y}
+    trace: Any = pyro.poutine.trace(pyro.poutine.condition(model, data=given)).get_trace(X, y)
+    matrix = 1.3 * (-0.5 * ((X[:, None] - X) / 0.7).square()).exp()
+    matrix = matrix + (0.2 + JITTER) * torch.eye(6)
+    exact = dist.MultivariateNormal(torch.full((6,), 0.5), matrix)
+    fn = trace.nodes["f"]["fn"]
+    torch.testing.assert_close(fn.log_prob(y), exact.log_prob(y))
+    torch.testing.assert_close(fn.kernel(X[:2], X[2:]), matrix[:2, 2:])
+    torch.testing.assert_close(fn.variance, matrix.diagonal())
+    assert {n for n in trace.nodes if "." in n} == {*names, "level.value"}
+    assert torch.equal(model.kernel.kern0.lengthscale, model.kernel.kern0.lengthscale) is False
+
+
+def test_a_fit_and_quadrature_know_of_priors_in_a_kernel():
+    """Their evidence is that of a grid over the length-scale."""
+    X, y = data(12)
+    kernel: Any = RBF(1, variance=torch.tensor(1.0))
+    kernel.requires_grad_(False)
+    kernel.lengthscale = PyroSample(dist.LogNormal(0.0, 0.5))
+
+    def model(X, y):
+        f = pyro.sample("f", GaussianProcess(kernel, X, jitter=JITTER))
+        with pyro.plate("data", len(X)):
+            pyro.sample("y", dist.Normal(f, NOISE), obs=y)
+
+    u = torch.linspace(-2.5, 2.5, 2001)
+    matrices = (-0.5 * ((X[:, None] - X) / u.exp()[:, None, None]).square()).exp()
+    matrices = matrices + (JITTER + NOISE**2) * torch.eye(12)
+    log_p = dist.MultivariateNormal(torch.zeros(12), matrices).log_prob(y)
+    log_p = log_p + dist.Normal(0.0, 0.5).log_prob(u)
+    weights = torch.softmax(log_p, 0)
+    evidence = float(torch.logsumexp(log_p, 0) + (u[1] - u[0]).log())
+    pyro.clear_param_store()
+    found = ngvi.integrate(model, X, y)
+    assert found.log_evidence == pytest.approx(evidence, abs=0.01) and not found.doubts
+    assert float(found.mean["lengthscale"]) == pytest.approx(float(weights @ u.exp()), abs=0.01)
+    fit = ngvi.fit(model, X, y, seed=0, progress=False)
+    assert str(fit.advice).startswith("AutoHierarchical, for a block of 12 latent variables (f)")
+    assert evidence - 0.1 < fit.elbo[0] < evidence + 3.0 * fit.elbo[1]

@@ -345,7 +345,7 @@ def test_points_far_below_the_others_do_not_bend_what_is_between() -> None:
     assert abs(found.log_sum - wanted) < 3e-3
     # next to the mode there is no saying what is between
     low = 0.8 * torch.tensor([[1, 0], [0, 1]]).double()
-    at: Any = SimpleNamespace(where=lambda u: f"u = {u}", unsettled=0)
+    at: Any = SimpleNamespace(where=lambda u: f"u = {u}", unsettled=0, keep_their_prior=list)
     assert not _doubts(at, found, True)
     assert "is rough: interpolated" in _doubts(at, explore(log_p, zero, one), True)[0]
 
