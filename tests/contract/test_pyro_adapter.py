@@ -195,5 +195,5 @@ def test_pyro_keeps_priors_of_attributes_in_pyro_samples() -> None:
         "`_pyro_context`: change with_draws_held() in pyro_ngvi/runtime/pyro_adapter.py, or a kernel "
         "with priors has other numbers at each read."
     )
-    first, second = module.scale, module.scale
-    assert float(first) != float(second) and with_draws_held(held) is held
+    both: list[Any] = [module.scale for _ in range(2)]
+    assert not torch.equal(*both) and with_draws_held(held) is held
