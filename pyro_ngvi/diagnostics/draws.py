@@ -5,7 +5,7 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -53,6 +53,12 @@ class Draws:
     sites: dict[str, Tensor]
     log_prior: dict[str, Tensor]
     log_likelihood: dict[str, Tensor]
+
+    def without_nan(self) -> "Draws":
+        """The same with weights of 0 where a density is NaN, as far out, where scales round to 0."""
+        lost = (self.log_joint - self.log_q).isnan()
+        log_q = torch.where(lost, 0.0, self.log_q)
+        return replace(self, log_q=log_q, log_joint=torch.where(lost, -torch.inf, self.log_joint))
 
     @property
     def log_ratio(self) -> np.ndarray:

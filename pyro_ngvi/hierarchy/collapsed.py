@@ -131,10 +131,9 @@ def _tried(guide: AutoHierarchical, args: Any, kwargs: Any) -> tuple[Given, Cond
 
 
 def can_collapse(guide: AutoHierarchical, *args: Any, **kwargs: Any) -> bool:
-    """Whether :func:`collapse` can tell data apart by unit."""
-    with own_random_state(0), torch.no_grad(), suppress(ValueError):
-        _tried(guide, args, kwargs)
-        return True
+    """Whether :func:`collapse` can tell data apart by unit, and integrate a block out."""
+    with suppress(ValueError):
+        return not Collapsed(guide, args, kwargs, None).too_rough
     return False
 
 

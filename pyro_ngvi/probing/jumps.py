@@ -17,8 +17,9 @@ from .kinks import jump_of
 
 #: pairs of draws between which a site is moved, and the most sites
 PAIRS, SITES = 3, 20
-#: nats, below which a jump may be one between two numbers of a model that rounds to float32
-NOTICED = 0.01
+#: nats, below which a jump may be one between two numbers of a model that rounds to float32, and
+#: points on each side of one that say how far apart numbers are there
+NOTICED, BESIDE = 0.01, 8
 
 
 def jumping_sites(density: ModelDensity, theta: Tensor) -> Iterator[str]:
@@ -37,9 +38,15 @@ def jumping_sites(density: ModelDensity, theta: Tensor) -> Iterator[str]:
             found = jump_of(point, a, u)
             if found is None:
                 return False
+            low, high = found
+            apart = 4.0 * torch.finfo(a.dtype).eps * float(a.abs().amax() / u.abs().amax())
+            beside = torch.arange(BESIDE).to(a) * max(high - low, apart)
+            at = torch.stack([low - beside, high + beside]).unsqueeze(-1)
             with torch.no_grad():
-                low, high = density(torch.stack([a + s * u for s in found]))
-            return bool((high - low).abs() > NOTICED)
+                left, right = density((a + at * u).flatten(0, 1)).reshape(2, BESIDE)
+            # of rounding numbers on each side are as far apart
+            noise = (left.amax() - left.amin()) + (right.amax() - right.amin())
+            return bool((right[0] - left[0]).abs() > NOTICED + noise)
 
         pairs = zip(theta[:PAIRS], theta[PAIRS : 2 * PAIRS], strict=True)
         if any(jumps(a, here * (b - a)) for a, b in pairs):

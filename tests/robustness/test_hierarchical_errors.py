@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -13,6 +14,7 @@ from pyro.infer.autoguide import AutoGuideList
 from torch import Tensor
 
 import pyro_ngvi as ngvi
+from pyro_ngvi.diagnostics.draws import Draws
 
 Y = torch.tensor([1.0, -0.5, 2.0, 0.3, 0.9, -1.2]).double()
 ZERO = torch.zeros(()).double()
@@ -369,3 +371,43 @@ def test_weights_that_fail_say_what_to_do() -> None:
     with pytest.warns(RuntimeWarning, match=r"^corrected=True cannot .*NUTS on ngvi.collapse"):
         found = ngvi.to_arviz(subsampled, guide, COUNTS, corrected=True, num_samples=100, seed=0)
     assert found.attrs["decision"] == "unusable"
+
+
+def products(y: torch.Tensor) -> None:
+    """Two-parameter item responses: a product of latent variables is not nearly Gaussian."""
+    spread = pyro.sample("spread", dist.HalfNormal(1.0))
+    with pyro.plate("items", y.shape[1], dim=-1):
+        slope = pyro.sample("slope", dist.LogNormal(0.0, spread))
+        level = pyro.sample("level", dist.Normal(0.0, 1.0))
+    with pyro.plate("persons", len(y), dim=-2):
+        skill = pyro.sample("skill", dist.Normal(0.0, 1.0))
+        with pyro.plate("answers", y.shape[1], dim=-1):
+            pyro.sample("y", dist.Bernoulli(logits=slope * (skill - level)), obs=y)
+
+
+@pytest.mark.filterwarnings("ignore:Quadrature over the block is off")
+def test_a_correction_that_does_not_work_is_not_recommended() -> None:
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    y = torch.bernoulli(torch.full((12, 3), 0.5))
+    how: Any = {"guide": "AutoHierarchical", "max_steps": 5, "progress": False, "seed": 0}
+    fit = ngvi.fit(products, y, **how)
+    assert not fit.verdict.ok and "corrected=True" not in str(fit)
+    words = r"corrected=True cannot be relied on here\. Not usable: log p\(y \| v\) is off by"
+    with pytest.warns(RuntimeWarning, match=words):
+        found = fit.to_arviz(corrected=True, num_samples=50, seed=0)
+    assert found.attrs["decision"] == "unusable"
+
+
+def test_corrected_draws_without_a_density_weigh_nothing() -> None:
+    """Far out, as where a scale rounds to 0; they made an error of all of them."""
+    log_p, log_q = torch.randn(2, 100)
+    log_p[3], log_q[5] = torch.nan, torch.nan
+    draws = Draws({}, log_q, log_p, 0.0, {}, {}, {}).without_nan()
+    log_w = draws.weights.log_weights
+    assert list(np.isneginf(log_w).nonzero()[0]) == [3, 5]
+    left = [i for i in range(100) if i not in (3, 5)]
+    ratio = (log_p - log_q).numpy()[left]
+    weights = np.exp(draws.weights.psis_log_weights)
+    assert weights[[3, 5]].sum() < 1e-12 and weights.sum() == pytest.approx(1.0)
+    np.testing.assert_allclose(log_w[left] - log_w[left][0], ratio - ratio[0])

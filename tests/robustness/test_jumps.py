@@ -45,6 +45,24 @@ def test_jumps_are_told_from_kinks(case: str, dtype: torch.dtype) -> None:
     assert list(jumping_sites(density, theta.to(dtype))) == wanted
 
 
+def test_rounding_is_no_jump() -> None:
+    """``lgamma`` of large numbers in float32: log p of -750 is a difference of numbers of 10^7."""
+    trials = torch.full((100,), 1e6)
+    y = (0.12 * trials).round()
+
+    def counts(y: Tensor) -> None:
+        level = pyro.sample("level", dist.Normal(0.0, 5.0)).float()
+        size = pyro.sample("size", dist.Normal(5.0, 3.0)).float().exp()
+        mean = torch.sigmoid(level)
+        with pyro.plate("data", 100):
+            pyro.sample("y", dist.BetaBinomial(mean * size, (1.0 - mean) * size, trials), obs=y)
+
+    trials = trials.float()
+    density = ngvi.diagnostics.ModelDensity(counts, (y.float(),))
+    theta = torch.tensor([-2.0, 9.0]) + torch.tensor([0.01, 1.0]) * torch.randn(6, 2)
+    assert list(jumping_sites(density, theta.float())) == []
+
+
 def test_a_fit_that_is_not_usable_names_the_jump() -> None:
     y = torch.poisson(Y)
     fit = ngvi.fit(switched(RATES["jump"][0]), y, seed=0, progress=False, max_steps=15)
