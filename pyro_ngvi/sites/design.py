@@ -22,8 +22,8 @@ from torch import Tensor
 
 from ..linalg.hessian import bfgs
 
-#: by dimension: steps of the lattice, and how far below its largest log p it ends; most of its points
-STEPS, DROP, MOST = {1: 0.5, 2: 0.8, 3: 1.3}, {1: 7.0, 2: 7.0, 3: 6.0}, 400
+#: by dimension: steps of the lattice, how far below its largest log p it ends, and most of its points
+STEPS, DROP, MOST = {1: 0.5, 2: 0.8, 3: 1.0}, {1: 7.0, 2: 7.0, 3: 6.0}, {1: 400, 2: 400, 3: 800}
 #: nats below the largest log p and a Gaussian's at which a point counts as there is none to bend from
 DEEP = 14.0
 #: Sobol points for each of more dimensions, of which a power of 2 is taken, and their scale
@@ -64,6 +64,14 @@ class Design:
         mean = self.weights @ self.z
         left = self.z - mean
         return mean, left.mT @ (self.weights.unsqueeze(-1) * left)
+
+    def every_other(self) -> Tensor:
+        """Which points (K,) are enough for what changes little from one to the next: in two and three
+        dimensions those of even sum, a lattice too."""
+        p = self.z.shape[1]
+        if p not in (2, 3):
+            return torch.ones_like(self.log_p, dtype=torch.bool)
+        return (self.z / STEPS[p]).round().sum(-1) % 2.0 == 0.0
 
     @property
     def effective(self) -> float:
@@ -184,7 +192,7 @@ def explore(log_p: Callable[[Tensor], float], mode: Tensor, root: Tensor) -> Des
         sizes = torch.linalg.eigvalsh(covariance)
         fits = sizes.min() > FAR**-2
         if len(mean) in STEPS:  # a lattice finer than it need be is no worse
-            fits = fits and len(found.z) < MOST
+            fits = fits and len(found.z) < MOST[len(mean)]
         else:
             fits = fits and sizes.max() < FAR**2 and mean.abs().max() < 1.0
         if fits:
@@ -198,7 +206,7 @@ def _around(log_p: Callable[[Tensor], float], center: Tensor, root: Tensor) -> D
     p, closed = len(center), True
     if p in STEPS:
         found, ring = {}, [(0,) * p]
-        while ring and len(found) < MOST:
+        while ring and len(found) < MOST[p]:
             for point in ring:
                 z = STEPS[p] * center.new_tensor(point)
                 found[point] = log_p(center + root @ z)

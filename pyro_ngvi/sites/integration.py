@@ -106,7 +106,8 @@ def integrate(
     at_theta.unsettled = 0  # on the way, which does not matter
     design = explore(at_theta.log_p, mode, root)
     of_design = _doubts(at_theta, design, definite)
-    kept = (design.weights >= LEAST * design.weights.max()).nonzero().squeeze(-1)
+    counts = design.weights >= LEAST * design.weights.max()
+    kept = (counts & design.every_other()).nonzero().squeeze(-1)
     weights = design.weights[kept] / design.weights[kept].sum()
     generator = torch.Generator().manual_seed(seed)
     # theta as it is, and for each draw the fitted point next to it
