@@ -16,7 +16,7 @@ import pyro
 import torch
 from pyro import poutine
 from torch import Tensor, nn
-from torch.distributions import transform_to
+from torch.distributions import constraints, transform_to
 
 from ..compiled import CompiledSVI
 from ..compiled import compile as compile_svi
@@ -26,6 +26,7 @@ from ..guides.laplace import ending_by
 from ..linalg.host import own_random_state
 from ..optim.rule import require
 from ..runtime.checks import check_missing
+from ..runtime.pyro_adapter import constraint_of
 from ..runtime.run import Minibatches, look, run_both
 from ..runtime.store import ModuleParams
 from .advice import Advice, Structure, advise
@@ -203,10 +204,10 @@ class Fit(Result):
         with own_random_state(), torch.no_grad(), pyro.validation_enabled(False):
             ran = run_both(self.model, svi.guide, self._last, self.kwargs, Minibatches())
         names = {name for handler in ran for name in handler.params}
-        store = pyro.get_param_store()
-        held, how = store.named_parameters(), store.get_state()["constraints"]
         self._params = {
-            n: (p.detach().clone(), how[n]) for n, p in held if n in names and id(p) not in own
+            name: (p.detach().clone(), constraint_of(name) or constraints.real)
+            for name, p in pyro.get_param_store().named_parameters()
+            if name in names and id(p) not in own
         }
 
     def put_back(self) -> None:

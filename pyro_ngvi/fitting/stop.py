@@ -70,17 +70,16 @@ class StopRule:
         batches: for loops over minibatches, what they go over: an iterable that can be gone through
             again, such as a ``DataLoader``, of tuples of arguments, or of single ones.
         max_steps: steps after which to stop in any case; ``max_time`` in seconds since it was made.
-        newton: whether a look that finds something to gain moves a guide of ours there, the last one
-            too, under an optimizer of ours and a ``BatchedELBO`` of all data, as in
-            :func:`pyro_ngvi.fit`.
+        newton: whether a look, the last one too, moves a guide of ours to what it finds to gain, under
+            an optimizer of ours and a ``BatchedELBO`` of all data, as :func:`pyro_ngvi.fit` lets it.
 
     Attributes:
         reason: why to stop, or ``None``: "converged"; "settled"; "stalled" (three quarters of the steps
             have not halved a gap above ``tol``; or, where optimizer or noise hide that, the losses of a
             quarter fell by at most a tenth of their own sd, by two standard errors); "max_steps";
             "max_time"; "diverged" (20 more steps were skipped, or had no finite loss, than since).
-        gap: nats still to gain at the last look (:class:`~pyro_ngvi.fitting.Gap`), before it moved the
-            guide with ``newton``; ``None``: no look.
+        gap: nats still to gain at the last look (:class:`~pyro_ngvi.fitting.Gap`), before a step of it;
+            ``None``: no look.
         losses: what it has seen, and ``steps``, how many.
         looks: step and gap of each look so far.
 
@@ -222,12 +221,8 @@ class StopRule:
             if not newton:
                 return gap
             moved = meter.newton_step()
-            if (
-                gap.is_below(self.tol)
-                or meter.count >= most
-                or not (moved or patient)
-                or self._late()
-            ):
+            enough = gap.is_below(self.tol) or meter.count >= most
+            if enough or not (moved or patient) or self._late():
                 return gap
             if not moved:
                 meter.widen()

@@ -25,6 +25,8 @@ from .advice import sites_take
 FEWEST, HYPERPARAMETERS = 5, 3
 #: by which scales shrink, and the share of a change of the log likelihood that counts as none
 SMALL, NONE = 1e-4, 1e-2
+#: draws at which a site that matters has a gradient: a unit of ReLU may be dead at some
+TRIED = 8
 
 
 def way_on(model: Any, guide: Any, args: Any, kwargs: Any, narrow: bool) -> str:
@@ -58,7 +60,7 @@ def _way_of_cut(model: Any, guide: Any, args: Any, kwargs: Any) -> str:
 def _flat(model: Any, guide: Any, args: Any, kwargs: Any) -> dict[str, bool]:
     failures = suppress(CannotBatch, ValueError, RuntimeError, NotImplementedError)
     with failures, own_random_state(0), poutine.block(), ModuleParams(), torch.no_grad():
-        values, _ = guide_draws(partial(guide, *args, **kwargs), 2)
+        values, _ = guide_draws(partial(guide, *args, **kwargs), TRIED)
         return flat_sites(model, values, args, kwargs)
     return {}
 

@@ -18,7 +18,7 @@ from ..runtime.run import Minibatches, Program, Values, at_particle, look, run_p
 
 def flat_sites(model: Program, values: Values, args: Any, kwargs: Any) -> dict[str, bool]:
     """Those among the latent sites of ``values`` (S, *shape), of S two or more draws, by name; and
-    whether other densities change where the site alone goes from the first draw to the second."""
+    whether other densities change where the site alone goes from the first draw to another."""
     names = [name for name, x in values.items() if x.is_floating_point()]
     count = len(next(iter(values.values()))) if names else 0
     draws = [at_particle(s, values, None) for s in range(count)]
@@ -26,11 +26,10 @@ def flat_sites(model: Program, values: Values, args: Any, kwargs: Any) -> dict[s
         names = _flat_at(model, at, names, args, kwargs) if names else []
     found = {}
     for name in names:
-        before, after = (
-            _others(model, draws[0] | {name: at[name]}, name, args, kwargs) for at in draws[:2]
+        first, *others = (
+            _others(model, draws[0] | {name: at[name]}, name, args, kwargs) for at in draws
         )
-        same = before.keys() == after.keys()
-        found[name] = not (same and all(torch.equal(x, after[n]) for n, x in before.items()))
+        found[name] = not all(_same(first, other) for other in others)
     return found
 
 
@@ -49,6 +48,10 @@ def _flat_at(model: Program, at: Values, names: list[str], args: Any, kwargs: An
             return names
         slopes = torch.autograd.grad(total, [*leaves.values()], allow_unused=True)
     return [n for n, g in zip(leaves, slopes, strict=True) if g is None or not bool(g.any())]
+
+
+def _same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(x, b[name]) for name, x in a.items())
 
 
 def _others(model: Program, at: Values, name: str, args: Any, kwargs: Any) -> dict[str, Tensor]:

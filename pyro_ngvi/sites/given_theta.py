@@ -187,7 +187,7 @@ class GivenTheta:
 
     def keep_their_prior(self) -> list[str]:
         """The hyperparameters on which nothing else in the model depends."""
-        draws = [self._latents(seed) for seed in range(2)]
+        draws = [self._latents(seed) for seed in range(PRIORS)]
         values = {n: torch.stack([d[n]["value"] for d in draws]) for n in draws[0]}
         with suppress(*FAILURES), poutine.block():
             found = flat_sites(self.model, values, self.args, self.kwargs)

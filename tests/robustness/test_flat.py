@@ -93,3 +93,14 @@ def test_a_kernel_of_pyro_made_from_draws_keeps_the_first() -> None:
     pyro.clear_param_store()
     found = ngvi.integrate(model, X, y)
     assert "In doubt: nothing else in the model depends on 'scale'" in str(found)
+
+
+def test_a_hinge_that_is_idle_at_some_draws_is_seen() -> None:
+    def hinge(y: Tensor) -> None:
+        bend = pyro.sample("bend", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", 5):
+            pyro.sample("y", dist.Normal(torch.relu(bend), 1.0), obs=y)
+
+    values = {"bend": torch.tensor([-1.0, -0.5, -2.0, 0.7])}
+    assert flat_sites(hinge, values, (Y,), {}) == {}
+    assert flat_sites(hinge, {"bend": values["bend"][:3]}, (Y,), {}) == {"bend": False}

@@ -54,8 +54,9 @@ def test_rounding_is_no_jump() -> None:
         level = pyro.sample("level", dist.Normal(0.0, 5.0)).float()
         size = pyro.sample("size", dist.Normal(5.0, 3.0)).float().exp()
         mean = torch.sigmoid(level)
+        counted: Any = dist.BetaBinomial
         with pyro.plate("data", 100):
-            pyro.sample("y", dist.BetaBinomial(mean * size, (1.0 - mean) * size, trials), obs=y)
+            pyro.sample("y", counted(mean * size, (1.0 - mean) * size, trials), obs=y)
 
     trials = trials.float()
     density = ngvi.diagnostics.ModelDensity(counts, (y.float(),))
