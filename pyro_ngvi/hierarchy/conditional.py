@@ -27,10 +27,11 @@ nu_i - C_i phi, whose target is C_i = -E[d g_i / d phi']: by the implicit functi
 mean of q as the maximum over u_i of p(u_i, y_i | v) moves with phi, to first order (Rue, Martino &
 Chopin 2009 correct a Laplace approximation so; here it is part of q).
 
-A step of a unit is shortened so that no variance changes by more than 16-fold, and no mean by more than
-three of its standard deviations, before and after, times the root of k.  Where q becomes wider, one
-standard deviation of the prior will do.  After some ten steps that needed nothing of the kind the share
-falls as one over their number.  Units whose expectations are not finite keep their site.
+A step of a unit is shortened so that no variance changes by more than 16-fold, no mean of an entry by
+more than three of its standard deviations, before and after, and all of them by that times the root of
+k.  Where q becomes wider, one standard deviation of the prior will do.  After some ten steps that
+needed nothing of the kind the share falls as one over their number.  Units whose expectations are not
+finite keep their site.
 """
 
 from __future__ import annotations
@@ -231,15 +232,19 @@ class Sites:
             torch.linalg.vector_norm(matvec(root[0].mT, step), dim=-1)
             for root in (now.root, then.root)
         )
-        # so far is a draw of k entries from the mean
-        reach = step.shape[-1] ** 0.5
-        most_sds = MOST_SDS * reach
         grows = (then.log_det > now.log_det)[0]
-        most = torch.where(
-            grows,
-            most_sds / torch.maximum(sds, later_sds),
-            torch.maximum(most_sds / sds, reach / torch.linalg.vector_norm(step, dim=-1)),
-        )
+
+        def allowed(before: Tensor, later: Tensor, prior: Tensor, reach: float = 1.0) -> Tensor:
+            """The share of a step of these lengths, in sds before, after and of the prior."""
+            most = MOST_SDS * reach
+            narrower = most / torch.maximum(before, later)
+            return torch.where(grows, narrower, torch.maximum(most / before, reach / prior))
+
+        # so far is a draw of k entries from the mean, and an entry of it
+        far_out, length = step.shape[-1] ** 0.5, torch.linalg.vector_norm(step, dim=-1)
+        change_of_mean = (then.mean - now.mean)[0].abs()
+        entries = [(change_of_mean / x.sd()[0]).amax(-1) for x in (now, then, typical)]
+        most = torch.minimum(allowed(sds, later_sds, length, far_out), allowed(*entries))
         # nu - Lambda m is A^-T w: what the prior says against a site's mean
         there = torch.lerp(at[0], then.mean[0], most.unsqueeze(-1))
         against = torch.lerp(
@@ -250,7 +255,7 @@ class Sites:
         far = (most < 1.0).unsqueeze(-1)
         linear = torch.where(far, matvec(precision, there) + against, linear)
         # on the way the share stays what it is at first
-        settled = (shorter == 1.0) & (sds <= most_sds)
+        settled = (shorter == 1.0) & (sds <= MOST_SDS * far_out) & (entries[0] <= MOST_SDS)
         visits = torch.where(settled, self.visits + 1.0, (self.visits + 1.0).clamp_max(FAST))
         linear = linear + matvec(cross, middle_phi.to(cross))
         return Sites(linear, precision, cross, torch.where(finite, visits, self.visits))

@@ -221,6 +221,22 @@ def test_steps_are_bounded_and_units_that_are_not_finite_keep_their_site() -> No
     assert moved.visits.tolist() == [1.0, 1.0, 0.0]
 
 
+@pytest.mark.parametrize("width", [1, 3, 40])
+@pytest.mark.parametrize("entries", ["one", "all"])
+def test_no_entry_of_a_unit_moves_by_more_than_three_of_its_sds(width: int, entries: str) -> None:
+    """Alone it would have the room of all: two-parameter item responses ran away so."""
+    prior = natural(torch.zeros(1, 1, width).double(), torch.eye(width).double()[None, None])
+    zero = site(torch.zeros(1, width).double(), torch.zeros(1, width, width).double())
+    zeros = torch.zeros(1, 1, width).double()
+    g = zeros + 1e6
+    if entries == "one":
+        g[..., 1:] = 0.0
+    moved = zero.moved(prior, NO_PHI, zeros, zeros, slopes(g, torch.zeros_like(prior.root)))
+    q = Conditionals.of(prior, moved.linear, moved.precision)
+    wanted = torch.where(g > 0.0, 3.0, 0.0).double()
+    assert torch.allclose(q.mean, wanted, atol=1e-9)
+
+
 def test_a_precision_stays_positive_semidefinite() -> None:
     prior, sites, _ = poisson_case(2)
     H = torch.tensor([[-5.0, 2.0], [2.0, 1.0]]).double()[None, None]
