@@ -234,7 +234,7 @@ class Sites:
         )
         grows = (then.log_det > now.log_det)[0]
 
-        def allowed(before: Tensor, later: Tensor, prior: Tensor, reach: float = 1.0) -> Tensor:
+        def allowed(reach: float, before: Tensor, later: Tensor, prior: Tensor) -> Tensor:
             """The share of a step of these lengths, in sds before, after and of the prior."""
             most = MOST_SDS * reach
             narrower = most / torch.maximum(before, later)
@@ -244,7 +244,7 @@ class Sites:
         far_out, length = step.shape[-1] ** 0.5, torch.linalg.vector_norm(step, dim=-1)
         change_of_mean = (then.mean - now.mean)[0].abs()
         entries = [(change_of_mean / x.sd()[0]).amax(-1) for x in (now, then, typical)]
-        most = torch.minimum(allowed(sds, later_sds, length, far_out), allowed(*entries))
+        most = torch.minimum(allowed(far_out, sds, later_sds, length), allowed(1.0, *entries))
         # nu - Lambda m is A^-T w: what the prior says against a site's mean
         there = torch.lerp(at[0], then.mean[0], most.unsqueeze(-1))
         against = torch.lerp(
