@@ -188,9 +188,7 @@ def _doubts(at: GivenTheta, design: Design, definite: bool) -> tuple[str, ...]:
         )
     if unseen := at.keep_their_prior():
         names = ", ".join(map(repr, unseen))
-        found.append(
-            f"In doubt: nothing else in the model depends on {names}, with its prior here."
-        )
+        found.append(f"In doubt: nothing else in the model depends on {names}: its prior is left.")
     if not definite:
         found.append(
             f"In doubt: log p(theta | y) is not concave where the search for its mode ended: {where}."
