@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import astuple
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -164,9 +165,10 @@ class Fit(Result):
         if not self.steps:
             drawn = Minibatches()
             with poutine.block(), ModuleParams():
-                seen = look(self.model, {}, args, self.kwargs, drawn)
+                again = partial(look, self.model, {}, args, self.kwargs, drawn)
+                seen = again()
                 with own_random_state(torch.initial_seed() // 2 + 1):  # another draw of the prior
-                    check_missing(seen, look(self.model, {}, args, self.kwargs, drawn))
+                    check_missing(seen, again)
             if self.batches is not None:
                 self.batches.warn_of_no_share(seen)
         if self.compile and not isinstance(self.svi, CompiledSVI):
@@ -214,12 +216,10 @@ class Fit(Result):
         """Restore parameters that another fit has trained on, or that have left Pyro's store, and what
         was loaded from a file."""
         check_guide_of(self.svi.guide, self._own)
-        store = pyro.get_param_store()
+        store: Any = pyro.get_param_store()
         for name, (p, constraint) in self._params.items():
-            store.setdefault(name, transform_to(constraint)(p), constraint)
-        for name, p in store.named_parameters():
-            if name in self._params:
-                p.data.copy_(self._params[name][0])
+            held = store.setdefault(name, transform_to(constraint)(p), constraint)
+            held.unconstrained().data.copy_(p)
         if self._saved is None:
             return
         if (self.batches is None) != (self._saved["batches"] is None):

@@ -26,7 +26,7 @@ from .advice import Structure
 from .batches import Epoch
 from .ladder import FLOW, Rung
 from .plot import plot_steps
-from .ways import prior_alone, way_on
+from .ways import flat_in, prior_alone, way_on
 
 #: latent variables times data up to which a fit is diagnosed by short chains unasked
 LITTLE = 10_000
@@ -39,7 +39,16 @@ VALUES = 1_000_000_000
 #: data above which their likelihoods and predictions at 1,000 draws are not held unasked: 400 MB each
 MANY = 100_000
 #: what is read off a fit, and kept until its next step
-READ = "khat", "diagnosis", "verdict", "_verdict_in_words", "_idata", "_structure", "_first"
+READ = (
+    "khat",
+    "diagnosis",
+    "verdict",
+    "_verdict_in_words",
+    "_idata",
+    "_structure",
+    "_first",
+    "_flat",
+)
 
 
 class Result:
@@ -167,10 +176,15 @@ class Result:
     @cached_property
     def _verdict_in_words(self) -> str:
         """The verdict, the way on, and what no data speak of."""
-        words = [self.verdict.verdict, self._way_on()]
-        if not (self.is_spread or self._is_stream):
-            words.append(prior_alone(self.model, self.guide, self.args, self.kwargs))
+        words = self.verdict.verdict, self._way_on(), prior_alone(self._flat)
         return " ".join(filter(None, words))
+
+    @cached_property
+    def _flat(self) -> dict[str, bool]:
+        """Latent sites that no gradient of the rest reaches, where all data are at hand."""
+        if self.is_spread or self._is_stream:
+            return {}
+        return flat_in(self.model, self.guide, self.args, self.kwargs)
 
     def _way_on(self) -> str:
         """What to do where the verdict is bad, and does not say so itself."""
@@ -195,7 +209,7 @@ class Result:
             and not np.isnan(self.khat.khat)  # else rounding is what is wrong
         ):
             narrow = not isinstance(guide, AutoHierarchical | SiteGuide | AutoFlow)
-            if way := way_on(self.model, guide, self.args, self.kwargs, narrow):
+            if way := way_on(self.model, guide, self.args, self.kwargs, self._flat, narrow):
                 return way
             return 'Or pass guide="auto", which goes on to richer guides.' * self._may_climb
         return ""

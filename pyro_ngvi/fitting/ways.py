@@ -29,26 +29,29 @@ SMALL, NONE = 1e-4, 1e-2
 TRIED = 8
 
 
-def way_on(model: Any, guide: Any, args: Any, kwargs: Any, narrow: bool) -> str:
-    """What suits a model better, in words; of effects for a ``narrow`` guide alone."""
+def way_on(
+    model: Any, guide: Any, args: Any, kwargs: Any, flat: dict[str, bool], narrow: bool
+) -> str:
+    """What suits a model better, in words; ``flat`` as of :func:`flat_in`, and of effects for a
+    ``narrow`` guide alone."""
     return (
         _way_of_jump(model, guide, args, kwargs)
-        or _way_of_cut(model, guide, args, kwargs)
+        or _way_of_cut(flat)
         or (way_of_effect(model, args, kwargs) if narrow else "")
     )
 
 
-def prior_alone(model: Any, guide: Any, args: Any, kwargs: Any) -> str:
+def prior_alone(flat: dict[str, bool]) -> str:
     """Which latent sites nothing else of the model depends on, in words."""
-    unseen = [name for name, moves in _flat(model, guide, args, kwargs).items() if not moves]
+    unseen = [name for name, moves in flat.items() if not moves]
     if not unseen:
         return ""
     names = ", ".join(map(repr, unseen[:3])) + f" and {len(unseen) - 3} more" * (len(unseen) > 3)
     return f"Nothing else in the model depends on {names}: the posterior of that is its prior."
 
 
-def _way_of_cut(model: Any, guide: Any, args: Any, kwargs: Any) -> str:
-    for name, moves in _flat(model, guide, args, kwargs).items():
+def _way_of_cut(flat: dict[str, bool]) -> str:
+    for name, moves in flat.items():
         if moves:
             return (
                 f"log p depends on {name!r} and has no gradient there: keep it a tensor in the model, "
@@ -57,7 +60,8 @@ def _way_of_cut(model: Any, guide: Any, args: Any, kwargs: Any) -> str:
     return ""
 
 
-def _flat(model: Any, guide: Any, args: Any, kwargs: Any) -> dict[str, bool]:
+def flat_in(model: Any, guide: Any, args: Any, kwargs: Any) -> dict[str, bool]:
+    """:func:`pyro_ngvi.probing.flat.flat_sites` at draws of a guide; none where these fail."""
     failures = suppress(CannotBatch, ValueError, RuntimeError, NotImplementedError)
     with failures, own_random_state(0), poutine.block(), ModuleParams(), torch.no_grad():
         values, _ = guide_draws(partial(guide, *args, **kwargs), TRIED)

@@ -243,7 +243,8 @@ class Sites:
         # so far is a draw of k entries from the mean, and an entry of it
         far_out, length = step.shape[-1] ** 0.5, torch.linalg.vector_norm(step, dim=-1)
         change_of_mean = (then.mean - now.mean)[0].abs()
-        entries = [(change_of_mean / x.sd()[0]).amax(-1) for x in (now, then, typical)]
+        each_sd = torch.linalg.vector_norm(half, dim=-2), then.sd()[0], typical.sd()[0]
+        entries = [(change_of_mean / sd).amax(-1) for sd in each_sd]
         most = torch.minimum(allowed(far_out, sds, later_sds, length), allowed(1.0, *entries))
         # nu - Lambda m is A^-T w: what the prior says against a site's mean
         there = torch.lerp(at[0], then.mean[0], most.unsqueeze(-1))

@@ -8,7 +8,7 @@ CPU and against supports without latent variables.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pyro
@@ -109,26 +109,32 @@ def _of_nan(site: Site) -> str:
     )
 
 
-def check_missing(sites: Sites, others: Sites) -> None:
+def check_missing(sites: Sites, again: Callable[[], Sites]) -> None:
     """Refuse NaN among the data, which steps of ``AutoSites`` take and what comes after them does not,
     and infinite data whose density is zero wherever a guide may go.
 
-    Data are the same at two draws of the prior, ``sites`` and ``others``; residuals that a model
+    Data are the same at another draw of the prior, which ``again`` gives; residuals that a model
     observes are not, and may overflow at some.
     """
     for name, site in sites.items():
-        if site_kind(site) != "observed" or not _is_same(site, others.get(name, site)):
-            continue
-        if _has_nan(site):
-            raise ValueError(f"The site {name!r} cannot be evaluated: {_of_nan(site)}")
-        value = site["value"]
-        infinite = value.isinf() if isinstance(value, Tensor) else torch.zeros(1)
-        if bool(infinite.any()) and not math.isfinite(float(site_log_prob(site)[1].sum())):
-            raise ValueError(
-                f"The site {name!r} cannot be evaluated: {int(infinite.sum())} of its {value.numel()} "
-                f"values are infinite. Mask them, and observe numbers under the mask: "
-                f"poutine.mask(mask=torch.isfinite(y)), obs=torch.where(torch.isfinite(y), y, 0.0)."
-            )
+        words = _of_missing(site) if site_kind(site) == "observed" else ""
+        if words and _is_same(site, again().get(name, site)):
+            raise ValueError(f"The site {name!r} cannot be evaluated: {words}")
+
+
+def _of_missing(site: Site) -> str:
+    """What is wrong with the data of a site, in words; empty where nothing is."""
+    if _has_nan(site):
+        return _of_nan(site)
+    value = site["value"]
+    infinite = value.isinf() if isinstance(value, Tensor) else torch.zeros(1)
+    if not bool(infinite.any()) or math.isfinite(float(site_log_prob(site)[1].sum())):
+        return ""
+    return (
+        f"{int(infinite.sum())} of its {value.numel()} values are infinite. Mask them, and observe "
+        f"numbers under the mask: poutine.mask(mask=torch.isfinite(y)), "
+        f"obs=torch.where(torch.isfinite(y), y, 0.0)."
+    )
 
 
 def _is_same(site: Site, other: Site) -> bool:

@@ -50,7 +50,7 @@ class GivenTheta:
         self.unsettled = 0
         #: sites by u at which they were fitted
         self.known: dict[tuple[float, ...], list[Tensor]] = {}
-        draws = [self._latents(seed) for seed in range(PRIORS)]
+        self._drawn = draws = [self._latents(seed) for seed in range(PRIORS)]
         sites = draws[0]
         others = [n for n, s in sites.items() if not is_gaussian(unwrapped(s))]
         names = others if over is None else list(over)
@@ -187,7 +187,7 @@ class GivenTheta:
 
     def keep_their_prior(self) -> list[str]:
         """The hyperparameters on which nothing else in the model depends."""
-        draws = [self._latents(seed) for seed in range(PRIORS)]
+        draws = self._drawn
         values = {n: torch.stack([d[n]["value"] for d in draws]) for n in draws[0]}
         with suppress(*FAILURES), poutine.block():
             found = flat_sites(self.model, values, self.args, self.kwargs)

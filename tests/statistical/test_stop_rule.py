@@ -323,9 +323,9 @@ def test_other_rules_and_curvatures(rule, curvature):
     assert stop.reason == "converged"
 
 
-def test_newton_steps_go_where_natural_gradients_creep():
-    """Along the longest axis of a correlated Gaussian H is a five-hundredth of F of the mean field."""
-    correlation = torch.full((5, 5), 0.998, dtype=torch.float64).fill_diagonal_(1.0)
+def away_from_correlated(r: float) -> tuple[torch.Tensor, SVI]:
+    """Five Gaussian variables of correlation r around 0, and a mean field with its mean at 1."""
+    correlation = torch.full((5, 5), r, dtype=torch.float64).fill_diagonal_(1.0)
     precision = torch.linalg.inv(correlation)
 
     def correlated() -> None:
@@ -339,7 +339,14 @@ def test_newton_steps_go_where_natural_gradients_creep():
     guide()
     for name, x in guide.family.matched(correlation.new_ones(5), precision).items():
         guide.natural_params()[name].data.copy_(x)
-    stop: Any = ngvi.StopRule(SVI(correlated, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8)))
+    return precision, SVI(correlated, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
+
+
+def test_newton_steps_go_where_natural_gradients_creep():
+    """Along the longest axis of a correlated Gaussian H is a five-hundredth of F of the mean field."""
+    precision, svi = away_from_correlated(0.998)
+    guide: Any = svi.guide
+    stop: Any = ngvi.StopRule(svi)
     stop.losses = [1.0] * 500  # so many gradients may be taken
     before = 0.5 * float(precision.sum())  # of the mean (1, ..., 1)
     assert before > 0.4 and stop.polish() and stop.reason == "converged"
@@ -347,16 +354,13 @@ def test_newton_steps_go_where_natural_gradients_creep():
     left = 0.5 * float(loc @ precision @ loc + (variance * precision.diagonal()).sum() - 5.0)
     left -= 0.5 * float((variance * precision.diagonal()).log().sum())
     assert abs(left) < 1e-9  # white noise: the step is exact for a normal posterior
-    for name, x in guide.family.matched(correlation.new_ones(5), precision).items():
-        guide.natural_params()[name].data.copy_(x)
-    stop = ngvi.StopRule(
-        SVI(correlated, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8)), max_time=1e-6, tol=1e-12
-    )
+    _, svi = away_from_correlated(0.998)
+    stop = ngvi.StopRule(svi, max_time=1e-6, tol=1e-12)
     stop.losses = [1.0] * 500
     assert not stop.polish() and len(stop.looks) == 1  # and no more once the time is up
-    other = AutoNormal(correlated)
+    other = AutoNormal(svi.model)
     stop = ngvi.StopRule(
-        SVI(correlated, other, PyroOptim(torch.optim.Adam, {"lr": 0.01}), Trace_ELBO())
+        SVI(svi.model, other, PyroOptim(torch.optim.Adam, {"lr": 0.01}), Trace_ELBO())
     )
     other()
     held = {name: p.clone() for name, p in other.named_parameters()}
@@ -476,27 +480,16 @@ def test_looks_may_go_where_natural_gradients_creep():
 
 def test_the_look_that_ends_a_run_moves_the_guide_too():
     """Nats that may be left are taken where the way to them is known; ``gap`` is that of before."""
-    correlation = torch.full((5, 5), 0.9, dtype=torch.float64).fill_diagonal_(1.0)
-    precision = torch.linalg.inv(correlation)
-
-    def correlated() -> None:
-        pyro.sample(
-            "z", dist.MultivariateNormal(correlation.new_zeros(5), precision_matrix=precision)
-        )
-
-    before = 0.5 * float(precision.sum())  # of the mean (1, ..., 1)
-    for newton, left in ((False, before), (True, 0.0)):
-        pyro.clear_param_store()
-        guide: Any = ngvi.AutoMeanFieldNormal(correlated, init=None)
-        guide()
-        for name, x in guide.family.matched(correlation.new_ones(5), precision).items():
-            guide.natural_params()[name].data.copy_(x)
-        svi = SVI(correlated, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
+    for newton in (False, True):
+        precision, svi = away_from_correlated(0.9)
+        before = 0.5 * float(precision.sum())  # of the mean (1, ..., 1)
+        guide: Any = svi.guide
         stop: Any = ngvi.StopRule(svi, tol=2.0 * before, newton=newton)
         stop.losses = [1.0] * 5
         assert stop(1.0) and stop.reason == "converged" and stop.steps == 6
         assert abs(stop.gap.nats - before) < 1e-9
         away = guide.loc.detach()
+        left = 0.0 if newton else before
         assert abs(0.5 * float(away @ precision @ away) - left) < 1e-9
 
 
