@@ -4,6 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 DOCS_STAMP := .venv/.installed-docs
 BENCH_STAMP := .venv/.installed-bench
+WHEEL_STAMP := .venv-wheel/.torch
 # Python compiles what it imports on first use: pip would compile all there is, on one core, half of its time.
 PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check --no-compile -c constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
@@ -53,12 +54,9 @@ docs: $(DOCS_STAMP)
 	$(BIN)/python docs/check_site.py docs/_build/html
 
 # The sdist, the wheel made from it, and that wheel in an environment with nothing else: README's code and the quickstart.
-package: $(STAMP)
-	rm -rf dist .venv-wheel
-	$(PIP_INSTALL) --quiet build
+package: $(STAMP) $(WHEEL_STAMP)
+	rm -rf dist $(WHEEL_STAMP)
 	$(BIN)/python -m build --quiet --outdir dist .
-	$(BIN)/python -m venv .venv-wheel
-	$(PIP_INSTALL:.venv/%=.venv-wheel/%) --quiet torch==2.13.0
 	$(PIP_INSTALL:.venv/%=.venv-wheel/%) --quiet dist/*.whl scikit-learn matplotlib
 	MPLBACKEND=Agg .venv-wheel/bin/python docs/run_installed.py
 
@@ -94,6 +92,13 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(PIP_INSTALL) torch==2.13.0
 	$(PIP_INSTALL) -e ".[test,tutorials]"
+	touch $@
+
+# Nothing but torch; `make package` takes the stamp away, so each wheel meets a new one.
+$(WHEEL_STAMP):
+	rm -rf .venv-wheel
+	$(PYTHON) -m venv .venv-wheel
+	$(PIP_INSTALL:.venv/%=.venv-wheel/%) --quiet torch==2.13.0
 	touch $@
 
 $(DOCS_STAMP): $(STAMP)

@@ -118,32 +118,36 @@ def moved_by_weights(
 ) -> tuple[dict[str, Moved], dict[str, Moved]] | None:
     """By how much a trained guide is off, with its units integrated out, from so many draws of r, or
     2000 where these leave it open; ``None`` where quadrature or weights are not to be relied on."""
-    start = thread_time()
+    start, fitted, exact = thread_time(), None, None
     with suppress(ValueError, CannotBatch):  # data of several units, a likelihood without vmap
         collapsed = Collapsed(guide, args, kwargs, None)
-        if collapsed.is_rough:
-            return None
-        exact = Fitted(model, refined(collapsed, draws), args, kwargs).draw(draws, None)
-        if not (exact.weights.khat <= PARETO or exact.weights.ess >= EVEN * draws):
-            return None
-        layout = LatentLayout(guide.prototype_trace)
-        many = max(draws, min(MANY, NUMBERS // layout.dim))
-        own = layout.pack(guide_draws(partial(guide, *args, **kwargs), many)[0])
-        new = layout.pack(exact.values)
-        log_w = exact.weights.psis_log_weights
+        if not collapsed.is_rough:
+            fitted = Fitted(model, refined(collapsed, draws), args, kwargs)
+            exact = fitted.draw(draws, None)
+    if fitted is None or exact is None:
+        return None
+    if not (exact.weights.khat <= PARETO or exact.weights.ess >= EVEN * draws):
+        return None
+    of_all = pyro.poutine.Trace()  # the guide's own prototype may be of a minibatch of units
+    for name in fitted.latent:
+        of_all.add_node(name, **fitted.sites[name])
+    layout = LatentLayout(of_all)
+    many = max(draws, min(MANY, NUMBERS // layout.dim))
+    own = layout.pack(guide_draws(partial(guide, *args, **kwargs), many)[0])
+    new = layout.pack(exact.values)
+    log_w = exact.weights.psis_log_weights
 
-        def shifted(a: Tensor, b: Tensor) -> Moved:
-            shift = shift_of(b.numpy(force=True), log_w, a.numpy(force=True))
-            return Moved(*map(torch.as_tensor, astuple(shift)), rho=torch.zeros(a.shape[1:]))
+    def shifted(a: Tensor, b: Tensor) -> Moved:
+        shift = shift_of(b.numpy(force=True), log_w, a.numpy(force=True))
+        return Moved(*map(torch.as_tensor, astuple(shift)), rho=torch.zeros(a.shape[1:]))
 
-        found = by_site(layout, own, new, shifted)
-        each = [m for part in found for m in part.values()]
-        undecided = not all(m.is_good or m.is_off for m in each)
-        patient = MORE / draws * (thread_time() - start) <= PATIENCE
-        if draws < MORE and undecided and patient:
-            return moved_by_weights(model, guide, args, kwargs, MORE)
-        return found
-    return None
+    found = by_site(layout, own, new, shifted)
+    each = [m for part in found for m in part.values()]
+    undecided = not all(m.is_good or m.is_off for m in each)
+    patient = MORE / draws * (thread_time() - start) <= PATIENCE
+    if draws < MORE and undecided and patient:
+        return moved_by_weights(model, guide, args, kwargs, MORE)
+    return found
 
 
 def _drawn(guide: ExactUnits, layout: LatentLayout, draws: int) -> tuple[Tensor, Tensor]:

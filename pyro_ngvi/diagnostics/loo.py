@@ -161,8 +161,8 @@ def _one(
     without, found = _without(log_l, log_ratio, power)
     if math.isnan(without):
         return without, without, found.khat, False
-    # it does not matter where weights are equal in practice
-    k = min(found.khat, found.threshold) if found.reliable else found.khat
+    # it does not matter where weights are equal in practice; ArviZ counts the bound itself as too large
+    k = min(found.khat, found.threshold - 1e-9) if found.reliable else found.khat
     return without, log_sum_exp(log_l + log_weights), k, k > found.threshold
 
 

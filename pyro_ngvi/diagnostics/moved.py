@@ -9,7 +9,7 @@ from dataclasses import astuple, dataclass
 import torch
 from torch import Tensor
 
-from ..runtime.density import LatentLayout
+from ..runtime.density import LatentLayout, to_unconstrained
 from .khat import COARSE_MEAN, COARSE_SD
 from .weights import Shift
 
@@ -71,9 +71,11 @@ def by_site(
     sites, unconstrained = {}, {}
     both = zip(layout.unconstrained(before), layout.unconstrained(after), strict=True)
     for (name, transform, a), (_, _, b) in both:
-        sites[name] = how(x := transform(a), transform(b))
+        x, y = transform(a), transform(b)
+        sites[name] = how(x, y)
         if x is not a:  # the identity returns its argument
-            unconstrained[name] = how(a, b)
+            # both have been numbers of the support, whose roundings near its boundary end the tails
+            unconstrained[name] = how(*(to_unconstrained(transform, z) for z in (x, y)))
             sites[name] = _where(_varies(x), sites[name])
     return sites, unconstrained
 

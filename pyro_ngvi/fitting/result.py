@@ -15,16 +15,13 @@ from ..diagnostics import Diagnosis, KHat
 from ..diagnostics.diagnosis import without_chains
 from ..diagnostics.draws import guide_draws, random_state
 from ..distributed.processes import is_alone
-from ..guides import AutoFlow, AutoMixtureNormal, AutoOrthogonalFlow
 from ..hierarchy import AutoHierarchical
-from ..hierarchy.collapsed import can_collapse
 from ..hierarchy.marginal import work_of_draw
 from ..linalg.host import own_random_state
 from ..runtime.run import CannotBatch
-from ..sites.site_guide import SiteGuide
 from .advice import Structure
 from .batches import Epoch
-from .ladder import FLOW, Rung
+from .ladder import Rung
 from .plot import plot_steps
 from .ways import flat_in, prior_alone, way_on
 
@@ -176,7 +173,7 @@ class Result:
     @cached_property
     def _verdict_in_words(self) -> str:
         """The verdict, the way on, and what no data speak of."""
-        words = self.verdict.verdict, self._way_on(), prior_alone(self._flat)
+        words = self.verdict.verdict, way_on(self), prior_alone(self._flat)
         return " ".join(filter(None, words))
 
     @cached_property
@@ -185,40 +182,6 @@ class Result:
         if self.is_spread or self._is_stream:
             return {}
         return flat_in(self.model, self.guide, self.args, self.kwargs)
-
-    def _way_on(self) -> str:
-        """What to do where the verdict is bad, and does not say so itself."""
-        verdict, guide = self.verdict, self.guide
-        at_hand = not (verdict.ok or self.is_spread or self._is_stream)
-        if at_hand and isinstance(guide, AutoHierarchical):
-            integrated = isinstance(verdict, Diagnosis) and verdict.integrated
-            if integrated or can_collapse(guide, *self.args, **self.kwargs):
-                return "Or take fit.to_arviz(corrected=True), which has its own verdict."
-        elif at_hand and (units := self._structure.units) is not None and units.pooled:
-            how = 'pass guide="AutoHierarchical"'
-            more = ', or "auto", which goes on to others' * self._may_climb
-            there = "is" if units.is_block else "are"
-            return f"There {there} {str(units)[:100]}: {how}{more}."
-        if isinstance(guide, AutoMixtureNormal):
-            return guide.lost
-        if (
-            at_hand
-            and verdict.decision != "resample"
-            and not self.khat.other_modes
-            and self.khat.ess > 0.0  # else no guide has a density here
-            and not np.isnan(self.khat.khat)  # else rounding is what is wrong
-        ):
-            narrow = not isinstance(guide, AutoHierarchical | SiteGuide | AutoFlow)
-            if way := way_on(self.model, guide, self.args, self.kwargs, self._flat, narrow):
-                return way
-            return 'Or pass guide="auto", which goes on to richer guides.' * self._may_climb
-        return ""
-
-    @property
-    def _may_climb(self) -> bool:
-        """Whether ``guide="auto"`` would try a flow, and has not."""
-        richest = isinstance(self.guide, AutoFlow | AutoOrthogonalFlow)
-        return not self.rungs and not richest and self._structure.d <= FLOW
 
     @property
     def _is_stream(self) -> bool:

@@ -1,16 +1,21 @@
-"""The way on from a fit whose verdict is bad: what the model has that its guide does not suit."""
+"""The way on from a fit whose verdict is bad, or blind: what a model has that its guide lacks."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyro.distributions as dist
 import torch
 from pyro import poutine
 
+from ..diagnostics import Diagnosis
 from ..diagnostics.draws import guide_draws
+from ..guides import AutoFlow, AutoMixtureNormal, AutoOrthogonalFlow
+from ..hierarchy import AutoHierarchical
+from ..hierarchy.collapsed import can_collapse
 from ..linalg.host import own_random_state
 from ..probing.flat import flat_sites
 from ..probing.jumps import PAIRS, jumping_sites
@@ -19,7 +24,12 @@ from ..runtime.model_density import ModelDensity
 from ..runtime.pyro_adapter import is_marked
 from ..runtime.run import CannotBatch, look
 from ..runtime.store import ModuleParams
+from ..sites.site_guide import SiteGuide
 from .advice import sites_take
+from .ladder import FLOW
+
+if TYPE_CHECKING:
+    from .result import Result
 
 #: entries that make an effect, and hyperparameters up to which ``integrate`` takes a minute or so
 FEWEST, HYPERPARAMETERS = 5, 3
@@ -29,16 +39,47 @@ SMALL, NONE = 1e-4, 1e-2
 TRIED = 8
 
 
-def way_on(
-    model: Any, guide: Any, args: Any, kwargs: Any, flat: dict[str, bool], narrow: bool
-) -> str:
-    """What suits a model better, in words; ``flat`` as of :func:`flat_in`, and of effects for a
-    ``narrow`` guide alone."""
-    return (
-        _way_of_jump(model, guide, args, kwargs)
-        or _way_of_cut(flat)
-        or (way_of_effect(model, args, kwargs) if narrow else "")
-    )
+def way_on(fit: Result) -> str:
+    """What to do where the verdict on a fit is bad, or blind, and does not say so itself."""
+    verdict, guide = fit.verdict, fit.guide
+    whole = not (fit.is_spread or fit._is_stream)
+    richest = isinstance(guide, AutoFlow | AutoOrthogonalFlow)
+    climbs = not fit.rungs and not richest and fit._structure.d <= FLOW  # "auto" would try a flow
+    if isinstance(guide, AutoHierarchical):
+        integrated = isinstance(verdict, Diagnosis) and verdict.integrated
+        if (
+            whole
+            and not verdict.ok
+            and (integrated or can_collapse(guide, *fit.args, **fit.kwargs))
+        ):
+            return "Or take fit.to_arviz(corrected=True), which has its own verdict."
+    elif whole and (units := fit._structure.units) is not None and units.pooled:
+        if verdict.ok:
+            blind = "Neither chains nor weights see the neck of a funnel, where scales are small"
+            return f'{blind}: if there is one, pass guide="AutoHierarchical".'
+        how = 'pass guide="AutoHierarchical"'
+        more = ', or "auto", which goes on to others' * climbs
+        there = "is" if units.is_block else "are"
+        return f"There {there} {str(units)[:100]}: {how}{more}."
+    if isinstance(guide, AutoMixtureNormal):
+        return guide.lost
+    if (
+        whole
+        and not verdict.ok
+        and verdict.decision != "resample"
+        and not fit.khat.other_modes
+        and fit.khat.ess > 0.0  # else no guide has a density here
+        and not np.isnan(fit.khat.khat)  # else rounding is what is wrong
+    ):
+        narrow = not isinstance(guide, AutoHierarchical | SiteGuide | AutoFlow)
+        model = fit.model, fit.args, fit.kwargs
+        return (
+            _way_of_jump(guide, *model)
+            or _way_of_cut(fit._flat)
+            or (way_of_effect(*model) if narrow else "")
+            or 'Or pass guide="auto", which goes on to richer guides.' * climbs
+        )
+    return ""
 
 
 def prior_alone(flat: dict[str, bool]) -> str:
@@ -69,7 +110,7 @@ def flat_in(model: Any, guide: Any, args: Any, kwargs: Any) -> dict[str, bool]:
     return {}
 
 
-def _way_of_jump(model: Any, guide: Any, args: Any, kwargs: Any) -> str:
+def _way_of_jump(guide: Any, model: Any, args: Any, kwargs: Any) -> str:
     with suppress(CannotBatch, ValueError, RuntimeError), own_random_state(0):
         density = ModelDensity(model, args, kwargs)
         values, _ = guide_draws(partial(guide, *args, **kwargs), 2 * PAIRS)

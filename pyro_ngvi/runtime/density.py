@@ -17,6 +17,7 @@ from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import biject_to, constraints, transform_to
+from torch.distributions.transforms import StickBreakingTransform
 
 from ..linalg.host import outside_autocast
 
@@ -249,8 +250,19 @@ class LatentLayout:
 
     def pack(self, values: Mapping[str, Tensor]) -> Tensor:
         """Constrained values (S, *shape) by site to flat unconstrained (S, d)."""
-        parts = [t.inv(values[name]) for name, t in self.transforms.items()]
+        parts = [to_unconstrained(t, values[name]) for name, t in self.transforms.items()]
         return torch.cat([x.reshape(len(x), -1) for x in parts], dim=1)
+
+
+def to_unconstrained(transform: Any, value: Tensor) -> Tensor:
+    """The inverse of a transform; of a simplex by sums of the shares that are left, which PyTorch takes
+    from 1: nothing is left of small ones then, and 1e-20 becomes 700."""
+    if not isinstance(transform, StickBreakingTransform):
+        return transform.inv(value)
+    least = torch.finfo(value.dtype).tiny
+    parts = torch.arange(value.shape[-1] - 1, 0, -1, device=value.device).to(value)
+    rest = value.flip(-1).cumsum(-1).flip(-1)[..., 1:].clamp_min(least)
+    return value[..., :-1].clamp_min(least).log() - rest.log() + parts.log()
 
 
 def _where_components_are(registry: Any) -> Callable[[Any], Any]:

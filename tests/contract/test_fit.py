@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_ngvi as ngvi
 from pyro_ngvi.fitting.progress import Progress
-from pyro_ngvi.fitting.ways import way_of_effect
+from pyro_ngvi.fitting.ways import way_of_effect, way_on
 from tests.contract import export_examples
 from tests.contract.registry import data, regression
 
@@ -818,9 +818,24 @@ def test_a_narrow_guide_of_an_effect_is_told_of_what_is_wider(model: Any, told: 
     assert fit.verdict.decision in ("unusable", "unclear")
     assert told in repr(fit)
     if model in (level, regions):
-        assert "auto" not in repr(fit).splitlines()[2] and len(fit._way_on()) <= 240
-        assert "ngvi.integrate(model, *args)" in fit._way_on()
+        assert "auto" not in repr(fit).splitlines()[2] and len(way_on(fit)) <= 240
+        assert "ngvi.integrate(model, *args)" in way_on(fit)
         assert ngvi.integrate(model, SERIES[:3], num_samples=100).points
+
+
+def test_a_good_verdict_on_a_centred_hierarchy_says_what_it_cannot_see() -> None:
+    y = torch.linspace(-1.0, 1.0, 20)
+
+    def model(y: Tensor) -> None:
+        s = pyro.sample("s", dist.HalfNormal(1.0))
+        with pyro.plate("groups", len(y)):
+            u = pyro.sample("u", dist.Normal(0.0, s))
+            pyro.sample("y", dist.Normal(u, 0.1), obs=y)
+
+    named = ngvi.fit(model, y, guide="AutoFullRankNormal", seed=0, progress=False)
+    units = ngvi.fit(model, y, seed=0, progress=False)
+    for fit in (named, units):
+        assert fit.verdict.ok and ("neck of a funnel" in repr(fit)) == (fit is named)
 
 
 def test_chains_that_come_where_there_is_no_density_leave_the_verdict_to_weights(

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints
 from torch.func import grad, jacrev, vmap
 
+from pyro_ngvi.runtime.density import to_unconstrained
 from pyro_ngvi.runtime.model_density import ModelDensity, batched_trace
 
 S, N, D = 4, 6, 3
@@ -156,6 +157,17 @@ def test_pack_inverts_unpack_and_the_prototype_is_inside() -> None:
     values = density.unpack(theta)
     assert {k: v.shape[1:] for k, v in values.items()} == density.layout.constrained_shapes
     assert density.initial.shape == (density.dim,) and density(density.initial[None]).isfinite()
+
+
+def test_small_shares_of_a_simplex_keep_their_ratios() -> None:
+    """PyTorch's own inverse takes the rest of the stick from 1: 700 for the last of these."""
+    p = torch.tensor([[1.0, 1e-12, 1e-20, 1e-25]])
+    rest = torch.tensor([[1e-12, 1e-20 + 1e-25, 1e-25]])
+    to_simplex = biject_to(constraints.simplex)
+    expected = p[:, :3].log() - rest.log() + torch.tensor([3.0, 2.0, 1.0]).log()
+    torch.testing.assert_close(to_unconstrained(to_simplex, p), expected)
+    even = torch.rand(5, 4).softmax(1)
+    torch.testing.assert_close(to_unconstrained(to_simplex, even), to_simplex.inv(even))
 
 
 def test_improper_flat_prior() -> None:

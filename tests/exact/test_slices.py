@@ -97,18 +97,21 @@ def test_importance_weights_of_skewed_tails_are_nearly_even() -> None:
     assert float(found - wanted) == pytest.approx(0.0, abs=4.0 * (1.0 / ess - 5e-5) ** 0.5)
 
 
-def alike(y: Tensor) -> None:
+def alike(y: Tensor, index: Tensor | None = None) -> None:
     """Groups that differ by little more than their noise: the scale may be anything below."""
     s: Any = pyro.sample("s", dist.HalfNormal(y.new_ones(())))
-    with pyro.plate("groups", len(y)):
+    with pyro.plate("groups", len(y), subsample=index) as i:
         u: Any = pyro.sample("u", dist.Normal(0.0, s))
-        pyro.sample("y", dist.Normal(u, 1.0), obs=y)
+        pyro.sample("y", dist.Normal(u, 1.0), obs=y[i])
 
 
-def test_a_verdict_sees_the_tail_of_a_log_scale() -> None:
+@pytest.mark.parametrize("first", [8, 3])
+def test_a_verdict_sees_the_tail_of_a_log_scale(first: int) -> None:
+    """Also of a guide that a minibatch of units has set up."""
     y = torch.tensor([0.9, -1.4, 0.3, 1.6, -0.8, 0.2, -1.1, 1.2]).double()
     pyro.set_rng_seed(0)
     guide = ngvi.AutoHierarchical(alike)
+    guide(y, torch.arange(first))
     svi = SVI(alike, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(32))
     for _ in range(40):
         svi.step(y)

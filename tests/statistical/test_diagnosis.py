@@ -414,6 +414,23 @@ def test_an_entry_far_from_zero_is_judged_in_float32(offset: float) -> None:
     torch.testing.assert_close(ours["x"].log_sd, torch.tensor(2.0).log().double(), atol=0.1, rtol=0)
 
 
+def test_an_exact_guide_of_shares_next_to_zero_is_good() -> None:
+    """Three of five shares are 1e-20 at some draws: less than the roundings of their neighbours."""
+    counts = torch.tensor([12.0, 3.0, 0.0, 0.0, 0.0])
+
+    def model() -> None:
+        p = pyro.sample("p", dist.Dirichlet(torch.full((5,), 0.2)))
+        pyro.sample("counts", dist.Multinomial(15, probs=p), obs=counts)
+
+    def guide() -> None:
+        pyro.sample("p", dist.Dirichlet(0.2 + counts))
+
+    with pytest.warns(RuntimeWarning, match="0.3 % of the draws of 'p' are rounded"):
+        found = ngvi.diagnose(model, guide)
+    assert found.decision == "intervals", found
+    assert found.unconstrained["p"].log_sd.abs().max() < 0.1  # four standard errors
+
+
 def test_entries_that_do_not_vary_are_not_judged() -> None:
     trace = pyro.poutine.trace(lambda: pyro.sample("L", dist.LKJCholesky(4, 1.0))).get_trace()
     torch.manual_seed(1)
