@@ -17,7 +17,7 @@ PYTEST := OMP_NUM_THREADS=1 MPLBACKEND=Agg $(BIN)/python -m pytest -n $(WORKERS)
 .PHONY: quickstart test test-slow test-latest lint tutorials tutorials-long docs package elsewhere bench clean
 
 quickstart: $(STAMP)
-	MPLBACKEND=Agg $(BIN)/python docs/quickstart.py
+	MPLBACKEND=Agg $(BIN)/python docs/quickstart.py $(QUICKSTART)
 
 test: $(STAMP)
 	$(PYTEST)

@@ -25,7 +25,7 @@
 #
 # - write a Gaussian-process classifier as a Pyro model and fit it with `AutoSites`, without draws;
 # - learn the parameters of the kernel by the same ELBO, and look at its ridge;
-# - predict at new inputs, and compare with a tuned logistic regression on three splits;
+# - predict at new inputs, and compare with a tuned logistic regression on two splits;
 # - use inducing points and minibatches to take in more data in the same time.
 #
 # **Contents** [The digits](#the-digits) · [The model](#a-random-function-of-64-pixels) ·
@@ -266,12 +266,12 @@ _ = figure.colorbar(image, label="ELBO, the best of the grid being 0 [nats]")
 # bound of the dense process. Minibatches become possible too: a step sees some digits and moves
 # their sites alone.
 #
-# We run all of it on three splits. Seconds are processor time, as a multiple of that of the dense
+# We run all of it on two splits. Seconds are processor time, as a multiple of that of the dense
 # fit.
 
 # %% tags=["hide-input"]
 rows = []
-for seed in range(3):
+for seed in range(2):
     X_all, y_all, X_test, y_test = split(seed)
     X, y = X_all[:400], y_all[:400]
     for inputs, labels in ((X, y), (X_all, y_all)):

@@ -56,7 +56,8 @@ def way_on(fit: Result) -> str:
     elif whole and (units := fit._structure.units) is not None and units.pooled:
         if verdict.ok:
             blind = "Neither chains nor weights see the neck of a funnel, where scales are small"
-            return f'{blind}: if there is one, pass guide="AutoHierarchical".'
+            lost = guide.lost if isinstance(guide, AutoMixtureNormal) else ""
+            return lost or f'{blind}: if there is one, pass guide="AutoHierarchical".'
         how = 'pass guide="AutoHierarchical"'
         more = ', or "auto", which goes on to others' * climbs
         there = "is" if units.is_block else "are"
