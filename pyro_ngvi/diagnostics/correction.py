@@ -16,7 +16,6 @@ probability by more than half of that.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import astuple
 from functools import partial
 from operator import itemgetter
@@ -118,13 +117,14 @@ def moved_by_weights(
 ) -> tuple[dict[str, Moved], dict[str, Moved]] | None:
     """By how much a trained guide is off, with its units integrated out, from so many draws of r, or
     2000 where these leave it open; ``None`` where quadrature or weights are not to be relied on."""
-    start, fitted, exact = thread_time(), None, None
-    with suppress(ValueError, CannotBatch):  # data of several units, a likelihood without vmap
+    start = thread_time()
+    try:
         collapsed = Collapsed(guide, args, kwargs, None)
-        if not collapsed.is_rough:
-            fitted = Fitted(model, refined(collapsed, draws), args, kwargs)
-            exact = fitted.draw(draws, None)
-    if fitted is None or exact is None:
+        if collapsed.is_rough:
+            return None
+        fitted = Fitted(model, refined(collapsed, draws), args, kwargs)
+        exact = fitted.draw(draws, None)
+    except (ValueError, CannotBatch):  # data of several units, a likelihood without vmap
         return None
     if not (exact.weights.khat <= PARETO or exact.weights.ess >= EVEN * draws):
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,10 +75,16 @@ def by_site(
         x, y = transform(a), transform(b)
         sites[name] = how(x, y)
         if x is not a:  # the identity returns its argument
-            # both have been numbers of the support, whose roundings near its boundary end the tails
-            unconstrained[name] = how(*(to_unconstrained(transform, z) for z in (x, y)))
+            unconstrained[name] = how(_rounded(transform, a, x), _rounded(transform, b, y))
             sites[name] = _where(_varies(x), sites[name])
     return sites, unconstrained
+
+
+def _rounded(transform: Any, u: Tensor, x: Tensor) -> Tensor:
+    """Unconstrained u as x, its number in the support, gives it back: roundings near the boundary end
+    the tails of draws and of chains at the same place."""
+    back = to_unconstrained(transform, x)
+    return torch.where(back.isfinite(), back, u)
 
 
 def _varies(x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch.distributions import biject_to
 
 from ..linalg.host import own_random_state
 from ..optim.host import find_blocks
-from ..runtime.density import LatentLayout, Sites, site_log_prob
+from ..runtime.density import LatentLayout, Sites, site_log_prob, to_unconstrained
 from ..runtime.model_density import Parts, map_draws
 from .draws import Draws, Fitted, random_state, sites_of_kind, warn_of_rounding
 from .khat import EVEN, FEWEST, HALF, KHat
@@ -152,7 +152,7 @@ def weighed(fitted: Fitted, draws: Draws) -> KHat:
     found, unconstrained = draws.weights, {}
     for name, x in draws.values.items():
         try:
-            theta = biject_to(fitted.sites[name]["fn"].support).inv(x)
+            theta = to_unconstrained(biject_to(fitted.sites[name]["fn"].support), x)
         except NotImplementedError:  # discrete, circular: no direction to move along
             continue
         if theta.is_floating_point():
