@@ -9,7 +9,7 @@ along two segments a + s u, s in [0, 1], with phi(s) = u' grad f(a + s u): over 
 is O(h^3) where f is smooth, O(h) where its second derivative jumps, and the jump where phi does.  The
 part where it is largest is halved again and again: a jump stays as it is, all in one of the halves.
 Few entries move and few data count, so that it is no small part of phi.  Jumps that neither segment
-meets, or small beside rounding, are missed.
+meets, of less than 1e-7 of the largest slope, or small beside rounding, are missed.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from ..runtime.density import LatentLayout, Site, Sites, site_log_prob, with_den
 
 ENTRIES, DATA = 4, 16  # entries of a latent site that move, and data of a site
 PARTS, LAST = 4, 4  # parts of a segment at first, and last halvings, which tell jumps
+#: the part of the largest slope that jumps are looked for down to, in rounding errors and at all
+ROUNDING, SMALL = 1e3, 1e-7
 CLEAR, KEPT = 30.0, 0.5  # a jump is so many times the other half, and keeps this share
 
 
@@ -111,10 +113,11 @@ def jump_of(
 
     points = [point(k / PARTS) for k in range(PARTS + 1)]
     size = max(abs(p.phi) for p in points)
+    least = max(ROUNDING * eps, SMALL) * size
     low, high = max(pairwise(points), key=_error)
     history = []
     while high.s - low.s > 64.0 * eps:
-        if not _error((low, high)) > 1e3 * eps * size:
+        if not _error((low, high)) > least:
             return None
         middle = point(0.5 * (low.s + high.s))
         halves = sorted([(low, middle), (middle, high)], key=_error)
