@@ -111,8 +111,8 @@ def judge(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> KHat:
                 if prior is None:
                     break
                 missed = missed_nats(prior, of_guide)
-                # an excess of few draws may be their noise
-                if missed > 0.0 or prior.log < of_guide.log + NOTICED:
+                # an excess of few draws, however large, may be the luck of one of them
+                if prior.log < of_guide.log + NOTICED:
                     break
         spread = log_ratio.std(ddof=1) if np.isfinite(log_ratio).all() else np.nan
         with torch.no_grad():  # some guides estimate a constant in log q

@@ -260,7 +260,7 @@ def _rule_for(kind: type, guide: Any) -> tuple[Any, str]:
 
 
 def _loss_for(kind: type, rule: Any, num_particles: int | None, dim: Callable[[], int]) -> Any:
-    if issubclass(kind, SiteGuide):
+    if issubclass(kind, SiteGuide) or rule is sites.CVI:  # which refuses other guides
         return SitesELBO() if num_particles is None else SitesELBO(num_particles)
     accepts = getattr(rule, "accepts", (None,))
     ways = [way for way in (None, "price", *accepts) if way in accepts]

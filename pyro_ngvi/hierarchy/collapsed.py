@@ -35,6 +35,7 @@ from ..runtime.run import Minibatches, look, run_plainly
 from .conditional import Conditionals
 from .guide import AutoHierarchical
 from .marginal import (
+    MOST_SEARCHED,
     at_globals,
     found_beyond,
     integrated,
@@ -189,8 +190,11 @@ class Collapsed:
 
     @cached_property
     def missed(self) -> dict[int, float]:
-        """Numbers of units of which the quadrature misses part, the worst first, and nats of these."""
+        """Numbers of units of which the quadrature misses part, the worst first, and nats of these; of
+        none where units are so large that random points would find no mode."""
         found = {}
+        if self.units.width > MOST_SEARCHED:
+            return found
         with own_random_state(0), torch.no_grad():
             beyond, error = found_beyond(self.units, *self._tried_at)
         for i in beyond.argsort(descending=True).tolist():

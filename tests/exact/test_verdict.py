@@ -14,7 +14,7 @@ import torch
 import pyro_ngvi as ngvi
 from pyro_ngvi.diagnostics.draws import Fitted, random_state
 from pyro_ngvi.diagnostics.verdict import weighed
-from pyro_ngvi.diagnostics.weights import Slope, prior_evidence, shift_of, steepest
+from pyro_ngvi.diagnostics.weights import Evidence, Slope, prior_evidence, shift_of, steepest
 
 S = 4000
 
@@ -147,6 +147,25 @@ def test_a_mode_with_a_few_times_the_mass_is_missed_too() -> None:
 
     found = ngvi.khat(model, guide, y, num_samples=4000, seed=0)
     assert found.khat < 0.5 and found.decision == "unusable"
+
+
+def test_the_luck_of_one_of_few_draws_of_the_prior_is_no_mode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One of 250 draws may lie where all of the posterior is; of 4,000 that many more lie there."""
+    counts, luck = [], {250: Evidence(10.0, 1.0), 4000: Evidence(-1.0, 1.0)}
+
+    def lucky(*args: Any) -> Evidence:
+        counts.append(args[2])
+        return luck[args[2]]
+
+    def model() -> None:
+        pyro.sample("z", dist.Normal(0.0, 1.0))
+
+    monkeypatch.setattr("pyro_ngvi.diagnostics.verdict.prior_evidence", lucky)
+    assert ngvi.khat(model, model, seed=0).ok and counts == [250, 4000]
+    luck[4000] = Evidence(8.0, 0.5)
+    assert not ngvi.khat(model, model, seed=0).ok
 
 
 def test_evidence_from_the_prior() -> None:
