@@ -147,7 +147,7 @@ def assert_unbiased(kind: Any, prior: Any = None, **kwargs: Any) -> None:
         model.l0.g = PyroSample(prior.expand([model.l0.matrix.num_g]).to_event(1))
     guide = ready(kind, model, x, y, **kwargs)
     local = local_reparameterization(model, guide)
-    args, loss = (model, (x, y), 60), ngvi.BatchedELBO(60)
+    args, loss = (model, (x, y), 40), ngvi.BatchedELBO(90)
     assert_same_mean(gradients(loss, local, guide, *args), gradients(loss, model, guide, *args))
 
 
@@ -156,8 +156,15 @@ def test_loss_and_gradient_are_unbiased(name: str) -> None:
     assert_unbiased(GUIDES[name])
 
 
-@pytest.mark.parametrize("prior", [None, dist.Laplace(0.0, 1.0)], ids=["closed KL", "sampled KL"])
-@pytest.mark.parametrize("stick", [True, False])
+#: as it comes, without ``stick`` and with a closed KL, it is the mean field above
+@pytest.mark.parametrize(
+    ("prior", "stick"),
+    [
+        pytest.param(None, True, id="True-closed KL"),
+        pytest.param(dist.Laplace(0.0, 1.0), True, id="True-sampled KL"),
+        pytest.param(dist.Laplace(0.0, 1.0), False, id="False-sampled KL"),
+    ],
+)
 def test_unbiased_with_other_estimates_of_the_kl(prior: Any, stick: bool) -> None:
     assert_unbiased(ngvi.AutoMeanFieldNormal, prior, sticking_the_landing=stick)
 
@@ -290,6 +297,6 @@ def test_training_lowers_the_loss(name: str) -> None:
     optim = ngvi.NGVB(guide, others=adam)
     svi = SVI(local_reparameterization(model, guide), guide, optim, ngvi.BatchedELBO(2))
     before = ngvi.BatchedELBO(200).loss(model, guide, x, y)
-    for _ in range(50):
+    for _ in range(30):
         svi.step(x, y)
     assert ngvi.BatchedELBO(200).loss(model, guide, x, y) < 0.8 * before

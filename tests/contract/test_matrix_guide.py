@@ -182,7 +182,7 @@ def test_exact_gradients_lead_to_the_best_kronecker_product() -> None:
     guide.family.draw = guide.family.centred_draw = draw
     optim = NGVB(guide, schedule=Constant(0.3), momentum=0.0, averaging=False)
     svi = SVI(weights, guide, optim, BatchedELBO(12))
-    for _ in range(200):
+    for _ in range(170):
         svi.step(*data())
     covariance, least = optimum()
     q = guide.get_posterior()
@@ -217,11 +217,11 @@ def test_a_step_of_every_loss(loss: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("optimizer", [NGVB, IFVB, AIFVB])
 def test_optimizers_as_they_come(optimizer: Any) -> None:
-    """Four seeds of each ended 0.0010 nats (sd 0.0004) above the optimum of the family: 5 sd."""
+    """Five seeds of IFVB ended 0.0005 nats (sd 0.0005) above the optimum of the family: 5 sd."""
     pyro.set_rng_seed(0)
     guide = AutoMatrixNormal(weights)
     svi = SVI(weights, guide, optimizer(guide), BatchedELBO(8))
-    for _ in range(300):
+    for _ in range(200):
         svi.step(*data())
     q = guide.get_posterior()
     over = excess(q.mean, q.covariance_matrix) - optimum()[1]

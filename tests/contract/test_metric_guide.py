@@ -49,14 +49,14 @@ RULES = [ngvi.IFVB, pytest.param(ngvi.AIFVB, marks=pytest.mark.slow), ngvi.optim
 
 @cache
 def mean_by_ngvb() -> Tensor:
-    return stepped(100)[0].loc.detach()
+    return stepped(40)[0].loc.detach()
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_rules_that_step_it_end_at_the_same_mean(rule: Any) -> None:
     scores = rule is ngvi.optim.SPRING
     loss = ngvi.BatchedELBO(32, curvature="scores") if scores else None
-    guide, _ = stepped(100 if rule is ngvi.AIFVB else 50, rule, loss)
+    guide, _ = stepped(100 if rule is ngvi.AIFVB else 30, rule, loss)
     torch.testing.assert_close(guide.loc, mean_by_ngvb(), rtol=0.0, atol=0.1)
 
 

@@ -139,12 +139,12 @@ def test_a_store_restored_while_the_guide_is_in_use_counts(kind: str) -> None:
     X, y = data()
     guide = make(matrix)
     svi = SVI(matrix, guide, rule(guide, others=Adam({"lr": 0.01})), Trace_ELBO(4))
-    for _ in range(10):
+    for _ in range(4):
         svi.step(X, y)
     state = {name: p.detach().clone() for name, p in guide.state_dict().items()}
     loss = first(svi, "evaluate_loss")
     best = copy.deepcopy(pyro.get_param_store().get_state())
-    for _ in range(10):
+    for _ in range(4):
         svi.step(X, y - 10.0)
     last = pyro.get_param_store().get_state()
     moved = {name: p.detach().clone() for name, p in guide.state_dict().items()}

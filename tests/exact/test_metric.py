@@ -265,7 +265,7 @@ def hierarchy(y: Tensor) -> None:
 Y = tensor(2.0, 0.0, 3.0)
 
 
-def trained(model: Any, *args: Any, steps: int = 30, loss: Any = None) -> Any:
+def trained(model: Any, *args: Any, steps: int = 12, loss: Any = None) -> Any:
     pyro.set_rng_seed(0)
     guide = ngvi.AutoMetricNormal(model)
     svi = SVI(model, guide, ngvi.NGVB(guide), loss or ngvi.BatchedELBO(4))
