@@ -6,12 +6,12 @@ tensors of the CPU; operations are those of the CPU, on what tensors there hold.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_leaves, tree_map
 
 aten = torch.ops.aten
 DEVICE = torch.device("lazy:0")
@@ -64,20 +64,39 @@ class There(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        _check(func, args, [x for x in tensors if not isinstance(x, There) and x.dim() > 0])
+        strangers: list[Tensor] = []
+        a, k = _mapped(partial(_held, strangers), (args, kwargs))
+        _check(func, args, [x for x in strangers if x.dim() > 0])
         target = args[0].device if func is aten.copy_.default else kwargs.get("device") or DEVICE
         moves = func in _MOVES and (target.type == "cpu" or not isinstance(args[-1], There))
         if moves or func in _WAITS or (func in _INDEXED and any(map(_is_mask, args[1]))):
             _wait(func)
         if target.type == DEVICE.type and "device" in kwargs:
-            kwargs = kwargs | {"device": CPU}
-        a, k = tree_map(lambda x: x.held if isinstance(x, There) else x, (args, kwargs))
+            k = k | {"device": CPU}
         results = func(*a, **k)
         if target.type != DEVICE.type:
             return results
-        results = tree_map(lambda x: There(x) if isinstance(x, Tensor) else x, results)
+        results = _mapped(There, results)
         return return_and_correct_aliasing(func, args, kwargs, results)
+
+
+def _mapped(f: Any, x: Any) -> Any:
+    """What operations take and give, with ``f`` of each tensor; torch's tree_map takes longer."""
+    if isinstance(x, Tensor):
+        return f(x)
+    if type(x) is tuple or type(x) is list:
+        return type(x)([_mapped(f, y) for y in x])
+    if type(x) is dict:
+        return {key: _mapped(f, y) for key, y in x.items()}
+    return x
+
+
+def _held(strangers: list[Tensor], x: Tensor) -> Tensor:
+    """The numbers of a tensor there; one of the CPU is noted as a stranger."""
+    if isinstance(x, There):
+        return x.held
+    strangers.append(x)
+    return x
 
 
 def _is_mask(index: Tensor | None) -> bool:
