@@ -27,8 +27,8 @@ from pyro_ngvi.distributed.processes import from_all, rank, world_size
 from pyro_ngvi.distributed.svi import APART
 from pyro_ngvi.linalg.host import own_random_state
 
-#: past the comparison of the ranks at step 10, and the first steps, which go another way
-STEPS, N, D = 12, 26, 3
+#: past the comparison of the ranks at step 6, and the first steps, which go another way
+STEPS, N, D = 8, 26, 3
 
 
 def data() -> tuple[Tensor, Tensor]:
@@ -201,7 +201,7 @@ def run(fit: Callable[[], SVI], batches: Iterable[Any], **how: Any) -> dict[str,
     pyro.clear_param_store()
     pyro.set_rng_seed(17 + rank())  # which the first step makes that of rank 0
     svi = fit()
-    svi = ngvi.distributed.wrap(svi, ["data"], check_every=10, **how)
+    svi = ngvi.distributed.wrap(svi, ["data"], check_every=6, **how)
     losses = [svi.step(*batch) for batch in batches]
     store = {k: v.detach().clone() for k, v in pyro.get_param_store().named_parameters()}
     return {"losses": torch.tensor(losses), **store}

@@ -84,13 +84,15 @@ def test_a_loss_without_gradient_in_the_guide_is_refused():
         optim(set(guide.natural_params().values()))
 
 
-@pytest.mark.parametrize("kind", [ngvi.AutoFullRankNormal, ngvi.AutoMeanFieldNormal])
-def test_new_data_after_convergence_are_followed_at_once(kind):
+@pytest.mark.parametrize(
+    ("kind", "steps"), [(ngvi.AutoFullRankNormal, 75), (ngvi.AutoMeanFieldNormal, 250)]
+)
+def test_new_data_after_convergence_are_followed_at_once(kind, steps):
     """A typical length that fell to rounding must not make every gradient an outlier."""
     guide = kind(model)
     optim = ngvi.NGVB(guide)
     train(guide, optim, 120)
-    train(guide, optim, 250, y + 3.0)
+    train(guide, optim, steps, y + 3.0)
     total = guide.median(y)["mu"].sum()
     assert abs(total - (y + 3.0).mean()) < 0.2  # the posterior sd of the sum is 0.16
 

@@ -21,7 +21,7 @@ def fitted(model: Callable[..., Any], *args: Tensor, sweeps: int = 25) -> AutoSi
     return guide
 
 
-LINE = torch.linspace(-14.0, 14.0, 1201, dtype=torch.float64)
+LINE = torch.linspace(-14.0, 14.0, 801, dtype=torch.float64)
 PAIR = torch.stack(torch.meshgrid(LINE, LINE, indexing="ij"), -1)
 
 

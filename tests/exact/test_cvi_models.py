@@ -105,7 +105,8 @@ def many() -> dict[str, tuple[Any, Tensor, Tensor, Tensor, Any, int, float]]:
 def test_slope_of_the_elbo_vanishes(name: str) -> None:
     """In every direction of a full Gaussian, by an ELBO that knows nothing of sites."""
     model, y, sd, design, log_p, count, allowed = many()[name]
-    run = fit(model, X(), y, sweeps=40, num_points=None if design.shape[1] > 3 else count)
+    sweeps = 30 if name == "pair" else 15  # the slope falls no more after 10
+    run = fit(model, X(), y, sweeps=sweeps, num_points=None if design.shape[1] > 3 else count)
     prior = dist.MultivariateNormal(torch.zeros(len(sd)), scale_tril=sd.diag())
     q = run.guide.get_posterior()
     assert run.guide.plan.groups[0].width == design.shape[1]

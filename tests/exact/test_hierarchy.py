@@ -515,7 +515,7 @@ def test_units_follow_what_enters_the_likelihood_beside_them(form: str, particle
     pyro.set_rng_seed(0)
     guide = ngvi.AutoHierarchical(regression)
     svi = SVI(regression, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(particles))
-    for _ in range(60 if particles > 1 else 90):
+    for _ in range(45 if particles > 1 else 90):
         loss: Any = svi.step(form)
     assert guide.units.followed == ("b",)
     assert loss == pytest.approx(-float(evidence), rel=1e-8)
