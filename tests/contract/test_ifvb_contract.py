@@ -80,7 +80,7 @@ def test_every_guide_learns(kind, optimizer, few_first_scores):
     guide(X, y)
     start: Any = svi.evaluate_loss(X, y)
     # an average forgets its start late
-    for _ in range(120 if optimizer is ngvi.AIFVB else 32 if kind == "mixture" else 60):
+    for _ in range(120 if optimizer is ngvi.AIFVB else 32 if kind == "mixture" else 50):
         svi.step(X, y)
     if optimizer is ngvi.AIFVB:
         optim.use_average()
