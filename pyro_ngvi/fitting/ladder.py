@@ -15,8 +15,10 @@ from pyro import poutine
 from torch import nn
 
 from ..guides import AutoCouplingFlow, AutoMixtureNormal
+from ..guides.found import SHARE
 from ..hierarchy import AutoHierarchical
 from ..linalg.host import own_random_state
+from ..runtime.density import LatentLayout
 from ..runtime.store import traced_params
 from .advice import Structure
 from .checkpoint import called
@@ -53,8 +55,10 @@ def climb(structure: Structure, fit: Callable[..., Any], max_time: float | None)
     apart, the one whose draws may be taken as they are.  ``fit(guide, max_time, best)`` gives a fit;
     ``best`` is that of the guides before, or with no guide the one to go on with.
 
-    A mixture follows where the search for a start has found several modes, and again where its own
-    search finds more.  A model with parameters, which every guide would train, has its first guide.
+    A mixture follows where the search for a start has found several modes, where draws of the prior
+    show that a guide after the first missed one or that the first did and the next one left its own,
+    and again where its own search finds more.  No guide that is in fewer modes takes its place.  A
+    model with parameters, which every guide would train, has its first guide.
     """
     choices, total = [structure.guide()[0]], math.inf if max_time is None else max_time
     if structure.units is not None and AutoHierarchical not in choices:
@@ -90,14 +94,19 @@ def climb(structure: Structure, fit: Callable[..., Any], max_time: float | None)
         # the verdict on some modes knows nothing of others
         mixture = isinstance(found.guide, AutoMixtureNormal)
         modes = found.khat.modes if mixture or len(rungs) == 1 else 1
+        if len(fits) > 1 and not any(isinstance(f.guide, AutoMixtureNormal) for f in fits):
+            left_one = _missed(fits[0]) and _has_left(fits[0], found)
+            modes = 2 if left_one or _missed(found) else 1
         more = modes > (len(found.guide.weights) if mixture else 1) and len(choices) > 1
         if more:
             choices.insert(len(rungs), partial(AutoMixtureNormal, num_components=modes))
         gain = math.inf if best is None else rung.elbo - best.khat.elbo
         error = 0.0 if best is None else math.hypot(rung.error, best.khat.elbo_error)
         good = rung.decision == "intervals"
-        best = found if gain > 0.0 or (good and gain > -error) else best
-        if (good and not more) or gain < error or rung.why_stopped in ("interrupted", "terminated"):
+        better = gain > 0.0 or (good and gain > -error) or _loses_a_mode(best, of=found)
+        best = found if better and not _loses_a_mode(found, of=best) else best
+        stuck = gain < error and (mixture or not more)
+        if (good and not more) or stuck or rung.why_stopped in ("interrupted", "terminated"):
             break
     left = total - (time.monotonic() - start)
     hurried = len(choices) > 1 and fits[0].why_stopped == "max_time"
@@ -107,6 +116,41 @@ def climb(structure: Structure, fit: Callable[..., Any], max_time: float | None)
         rungs = [_rung(rung.guide, best, began - rung.seconds) for rung in rungs[:1]] + rungs[1:]
     best.rungs = tuple(rungs)
     return best
+
+
+def _missed(fit: Any) -> bool:
+    """Whether draws of the prior show more than a guide holds."""
+    return (fit.khat.missed or 0.0) > 0.0
+
+
+def _has_left(first: Any, found: Any) -> bool:
+    """Whether a guide has too few draws where those of the first are, all but 1 % of them, for what
+    both ELBOs say of the masses there."""
+    share = math.exp(min(0.0, first.khat.elbo - found.khat.elbo))
+    if type(first.guide) is type(found.guide) or share < SHARE:
+        return False
+    layout = LatentLayout(first.guide.prototype_trace)
+    own, new = (layout.pack(fit.sample(seed=0)).detach().double() for fit in (first, found))
+    root = torch.linalg.cholesky(own.mT.cov().reshape(2 * own.shape[1:]))
+    own, new = (
+        torch.linalg.solve_triangular(root, (x - own.mean(0)).mT, upper=False).square().sum(0)
+        for x in (own, new)
+    )
+    return float((new <= own.quantile(0.99)).double().mean()) < 0.5 * share
+
+
+def _loses_a_mode(found: Any, of: Any) -> bool:
+    """Whether draws of a fit are in fewer of the modes ``of`` a mixture than its own: what is lost may
+    be too few nats for a verdict on the others to see, and most of the variance."""
+    if of is None or found is None or not isinstance(of.guide, AutoMixtureNormal):
+        return False
+    layout = LatentLayout(of.guide.prototype_trace)
+
+    def held(fit: Any) -> int:
+        counts = torch.bincount(of.guide.modes_at(layout.pack(fit.sample(seed=0))).long())
+        return int((counts > SHARE * counts.sum()).sum())
+
+    return held(found) < held(of)
 
 
 def _rung(guide: str, found: Any, began: float) -> Rung:
