@@ -92,8 +92,9 @@ def predict(
                 values, _ = guide_draws(bound, 1000 if num_samples is None else num_samples)
         except (TypeError, AttributeError, RuntimeError) as error:
             raise ValueError(
-                f"The guide cannot run on these arguments: {error}. If it reads the data, pass "
-                f"draws in its place: predict(model, to_arviz(model, guide, X, y), X_new)."
+                f"The guide cannot run on these arguments: {error}. If it reads the data, or "
+                f"its block has another size, pass draws in its place: predict(model, "
+                f"to_arviz(model, guide, X, y), X_new)."
             ) from error
     else:
         values = _kept(guide, num_samples, [*args, *kwargs.values()])
