@@ -104,7 +104,8 @@ def loo(
         weights = verdict.khat if isinstance(verdict, Diagnosis) else verdict
         weigh = weights.decision != "unusable"
         if not verdict.ok and (not weigh or weights.other_modes):
-            words = f"loo cannot be relied on here. {verdict.verdict}"
+            better = ", and guide.loo() does better" if hasattr(guide, "loo") else ""  # of sites
+            words = f"loo cannot be relied on here{better}. {verdict.verdict}"
             warnings.warn(words[:240], RuntimeWarning, stacklevel=2)
         found = _left_out(fitted, draws, name, rows, powers, weigh, batch_size)
         if found[3].any() and may_draw_more(fitted, draws):

@@ -14,7 +14,7 @@ import torch
 from pyro.infer import SVI
 from torch import Tensor
 
-from pyro_ngvi import NGVB, AutoFullRankNormal, BatchedELBO
+from pyro_ngvi import CVI, NGVB, AutoFullRankNormal, AutoSites, BatchedELBO, SitesELBO
 from pyro_ngvi.diagnostics import diagnose, khat, loo, to_arviz
 from pyro_ngvi.diagnostics.arviz_compat import elpd_data
 from pyro_ngvi.diagnostics.khat import khat_from_log_weights
@@ -195,6 +195,22 @@ def test_an_unusable_guide_is_told_of() -> None:
 
     with pytest.warns(RuntimeWarning, match="loo cannot be relied on here. Not usable"):
         loo(crossed, narrow, torch.linspace(-1.5, 1.5, 12).reshape(3, 4), seed=0)
+
+
+def test_of_sites_that_weights_doubt_the_closed_form_is_named() -> None:
+    def model(y: Tensor) -> None:
+        z: Any = pyro.sample("z", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(z, 1.0), obs=y)
+
+    y, guide = torch.linspace(-1.0, 2.0, 12), AutoSites(model)
+    SVI(model, guide, CVI(guide), SitesELBO()).step(y)  # pyright: ignore
+    pareto = khat_from_log_weights(-1.2 * np.log1p(-(np.arange(1000) + 0.5) / 1000))
+    with pytest.warns(
+        RuntimeWarning, match=r"relied on here, and guide.loo\(\) does better. Not us"
+    ):
+        found = loo(model, guide, y, seed=0, verdict=pareto)
+    assert numbers(found)[0] == pytest.approx(guide.loo(y).elpd, abs=0.1)
 
 
 def test_a_series_of_sites_and_a_factor_have_no_datum_to_leave_out() -> None:
