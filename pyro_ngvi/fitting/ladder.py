@@ -15,7 +15,7 @@ from pyro import poutine
 from torch import nn
 
 from ..guides import AutoCouplingFlow, AutoMixtureNormal
-from ..guides.found import SHARE
+from ..guides.found import SHARE, held
 from ..hierarchy import AutoHierarchical
 from ..linalg.host import own_random_state
 from ..runtime.density import LatentLayout
@@ -130,8 +130,11 @@ def _has_left(first: Any, found: Any) -> bool:
     if type(first.guide) is type(found.guide) or share < SHARE:
         return False
     layout = LatentLayout(first.guide.prototype_trace)
-    own, new = (layout.pack(fit.sample(seed=0)).detach().double() for fit in (first, found))
-    root = torch.linalg.cholesky(own.mT.cov().reshape(2 * own.shape[1:]))
+    count = max(1000, 10 * layout.dim)  # enough for a covariance
+    own, new = (layout.pack(fit.sample(count, seed=0)).detach().double() for fit in (first, found))
+    root, singular = torch.linalg.cholesky_ex(own.mT.cov().reshape(2 * own.shape[1:]))
+    if bool(singular):
+        return False
     own, new = (
         torch.linalg.solve_triangular(root, (x - own.mean(0)).mT, upper=False).square().sum(0)
         for x in (own, new)
@@ -145,12 +148,9 @@ def _loses_a_mode(found: Any, of: Any) -> bool:
     if of is None or found is None or not isinstance(of.guide, AutoMixtureNormal):
         return False
     layout = LatentLayout(of.guide.prototype_trace)
-
-    def held(fit: Any) -> int:
-        counts = torch.bincount(of.guide.modes_at(layout.pack(fit.sample(seed=0))).long())
-        return int((counts > SHARE * counts.sum()).sum())
-
-    return held(found) < held(of)
+    modes = (of.guide.modes_at(layout.pack(fit.sample(seed=0))) for fit in (found, of))
+    lost, kept = map(held, modes)
+    return lost < kept
 
 
 def _rung(guide: str, found: Any, began: float) -> Rung:

@@ -19,6 +19,11 @@ COMPARABLE = math.log(20.0)
 SHARE = 0.01
 
 
+def held(modes: Tensor) -> int:
+    """How many modes have a share of points, by the number of the mode of each (S,)."""
+    return int((torch.bincount(modes.long()) > SHARE * len(modes)).sum())
+
+
 @dataclass(frozen=True)
 class Found:
     """What a search saw.
@@ -48,8 +53,7 @@ class Found:
         if not self.apart:
             return 1
         log_mass = torch.stack([q.log_mass(theta.to(q.loc)) for q in self.apart])
-        counts = torch.bincount(log_mass.argmax(0), minlength=self.modes)
-        return int((counts > SHARE * len(theta)).sum())
+        return held(log_mass.argmax(0))
 
     def __str__(self) -> str:
         found = sorted((e for e in self.elbos if e > -torch.inf), reverse=True)
