@@ -180,7 +180,7 @@ class NAGVAC(NaturalGradientOptim):
         >>> guide = ngvi.AutoFactorNormal(model, rank=1)
         >>> optim = NAGVAC(guide, lr=0.05)
         >>> svi = SVI(model, guide, optim, Trace_ELBO(8, vectorize_particles=True))
-        >>> for _ in range(600):
+        >>> for _ in range(300):
         ...     loss = svi.step()
         >>> bool((guide.median()["x"] - torch.tensor([3.0, -1.0])).abs().max() < 0.2)
         True

@@ -266,7 +266,8 @@ def constant(seen):
 
 def chain(model, noise):
     def predicted(seen):
-        fit = learn(model, y, seen, max_steps=8)  # scales begin where the last origin left them
+        # scales begin where the last origin left them
+        fit = learn(model, y, seen, guide="AutoSites", max_steps=5)
         mean, variance = (t[:, 0] for t in fit.guide.predict(y, seen)["level"])
         return mean, (variance + pyro.param(noise).detach() ** 2).sqrt()
 

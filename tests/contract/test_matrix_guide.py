@@ -221,7 +221,7 @@ def test_optimizers_as_they_come(optimizer: Any) -> None:
     pyro.set_rng_seed(0)
     guide = AutoMatrixNormal(weights)
     svi = SVI(weights, guide, optimizer(guide), BatchedELBO(8))
-    for _ in range(200):
+    for _ in range(130):
         svi.step(*data())
     q = guide.get_posterior()
     over = excess(q.mean, q.covariance_matrix) - optimum()[1]

@@ -89,7 +89,7 @@ def test_gradient_at_the_exact_posterior_is_that_of_the_evidence() -> None:
 def test_type_two_optimum() -> None:
     """Sites by CVI and two scales by Adam reach the maximum of the evidence."""
     guide, svi = made(conjugate, 0.2)
-    for _ in range(200):
+    for _ in range(160):
         loss = svi.step(*data())
     logs = torch.zeros(2, requires_grad=True)
     newton = torch.optim.LBFGS([logs], max_iter=100, line_search_fn="strong_wolfe")

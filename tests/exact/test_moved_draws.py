@@ -213,7 +213,7 @@ def test_ifvb_finds_a_correlated_posterior() -> None:
     guide = AutoStructured(sum_of_two)
     optim = ngvi.IFVB(guide)
     svi = SVI(sum_of_two, guide, optim, ngvi.BatchedELBO(8))
-    for _ in range(60):
+    for _ in range(40):
         svi.step()
     closed = Closed(guide, ["u", "v"])
     m = closed._at(torch.zeros(2))

@@ -398,7 +398,7 @@ def test_chained_hyperparameters_by_batched_elbo() -> None:
     def mean(loss: Any, runs: int) -> Tensor:
         return torch.tensor([loss.loss(model, guide, X, Y) for _ in range(runs)]).mean()
 
-    # of sd 2 a draw: 500 draws each leave a standard error of 0.13 of their difference
+    # of sd 2 a draw: 500 and 250 draws leave a standard error of 0.15 of their difference
     torch.testing.assert_close(
-        mean(ngvi.BatchedELBO(500), 1), mean(Trace_ELBO(), 500), rtol=0, atol=0.6
+        mean(ngvi.BatchedELBO(500), 1), mean(Trace_ELBO(), 250), rtol=0, atol=0.6
     )

@@ -88,9 +88,9 @@ def test_errors_of_a_guide_are_found(mean: float, sd: float) -> None:
 
 
 def test_standard_errors_are_those_of_the_estimates() -> None:
-    """Over 40 seeds: the spread of the estimates against their mean standard error, 11 % each."""
+    """Over 25 seeds: the spread of the estimates against their mean standard error, 14 % each."""
     model, guide = gaussian(0.2, 1.2), gaussian(0.0, 1.0)
-    runs = [ngvi.diagnose(model, guide, seed=s, num_chains=200).sites["x"] for s in range(40)]
+    runs = [ngvi.diagnose(model, guide, seed=s, num_chains=200).sites["x"] for s in range(25)]
     for value, error in (("mean", "mean_error"), ("log_sd", "log_sd_error")):
         spread = torch.stack([getattr(x, value) for x in runs]).std()
         said = torch.stack([getattr(x, error) for x in runs]).mean()
