@@ -204,7 +204,7 @@ class NoisyKFAC(NaturalGradientOptim):
         >>> guide = ngvi.AutoMatrixNormal(model, init_loc_fn=model.init_to_module, init_scale=0.03)
         >>> loss = ngvi.BatchedELBO(8, curvature="kronecker")
         >>> svi = SVI(model, guide, ngvi.optim.NoisyKFAC(guide, lr=0.1, curvature_lr=0.05), loss)
-        >>> for _ in range(200):
+        >>> for _ in range(250):
         ...     _ = svi.step(x, y)
         >>> prediction = ngvi.nn.predict(model, guide, x, num_samples=50)
         >>> bool((prediction.mean - y).square().mean() < 0.05 * y.var())
