@@ -664,16 +664,16 @@ FRAMES = (
     ),
     Mutant(
         "frames: translation from the right",
-        "optim/frames.py",
-        "LM = L @ M",
-        "LM = M @ L",
+        "linalg/stiefel.py",
+        "La = tril_product(L, tangent)",
+        "La = tril_product(tangent, L)",
         ("test_frames",),
     ),
     Mutant(
         "frames: retraction of the first order",
-        "optim/frames.py",
-        "new = L + LM + 0.5 * LM @ M",
-        "new = L + LM",
+        "linalg/stiefel.py",
+        "return L + La + 0.5 * tril_product(La, tangent)",
+        "return L + La",
         ("test_frames",),
     ),
     Mutant(

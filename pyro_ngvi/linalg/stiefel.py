@@ -26,18 +26,18 @@ BLOCK = 150
 
 
 def tril_product(L: Tensor, A: Tensor, transpose: bool = False) -> Tensor:
-    """tril(L A), or tril(L' A), of lower triangles (d, d) by halves: a third of the d^3 products."""
+    """tril(L A), or tril(L' A), of lower triangles (..., d, d) by halves: a third of the products."""
     d = L.shape[-1]
     if d <= BLOCK or L.device.type != "cpu":
         return ((L.mT if transpose else L) @ A).tril()
     k = d // 2
-    top = tril_product(L[:k, :k], A[:k, :k], transpose)
-    end = tril_product(L[k:, k:], A[k:, k:], transpose)
+    top = tril_product(L[..., :k, :k], A[..., :k, :k], transpose)
+    end = tril_product(L[..., k:, k:], A[..., k:, k:], transpose)
     if transpose:
-        top = top + (L[k:, :k].mT @ A[k:, :k]).tril()
-        corner = L[k:, k:].mT @ A[k:, :k]
+        top = top + (L[..., k:, :k].mT @ A[..., k:, :k]).tril()
+        corner = L[..., k:, k:].mT @ A[..., k:, :k]
     else:
-        corner = L[k:] @ A[:, :k]
+        corner = L[..., k:, :] @ A[..., :k]
     return torch.cat([pad(top, (0, d - k)), torch.cat([corner, end], -1)], -2)
 
 
@@ -60,13 +60,14 @@ def pull(W: Tensor, grad: Tensor, offset: int = -1) -> Tensor:
 def pack(tangent: Tensor, offset: int = -1) -> Tensor:
     """The free entries of a tangent, row by row: those below the diagonal, d (d - 1) / 2 or more."""
     i, j = torch.tril_indices(*tangent.shape[-2:], offset=offset, device=tangent.device)
-    return tangent[i, j]
+    return tangent[..., i, j]
 
 
 def unpack(vector: Tensor, d: int, offset: int = -1) -> Tensor:
-    """The inverse of :func:`pack`, (d, d)."""
+    """The inverse of :func:`pack`, (..., d, d)."""
     i, j = torch.tril_indices(d, d, offset=offset, device=vector.device)
-    return vector.new_zeros(d, d).index_put((i, j), vector)
+    whole = vector.new_zeros(d, d, *vector.shape[:-1])
+    return whole.index_put((i, j), vector.movedim(-1, 0)).movedim((0, 1), (-2, -1))
 
 
 def correct(W: Tensor) -> Tensor:

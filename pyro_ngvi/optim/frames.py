@@ -41,6 +41,7 @@ from torch import Tensor
 from torch.distributions import transform_to, transforms
 
 from ..families.base import Tensors
+from ..linalg import stiefel
 
 
 class Straight:
@@ -96,29 +97,24 @@ class Triangles(Straight):
 
     def push(self, params: Tensors, name: str, tangent: Tensor) -> Tensor:
         x = params[name]
-        velocity = self.factor(x) @ tangent.tril()
+        velocity = stiefel.push(self.factor(x), tangent.tril(), 0)
         return _with_diagonal(velocity, velocity.diagonal(dim1=-2, dim2=-1) / self._slope(x))
 
     def pull(self, params: Tensors, name: str, grad: Tensor) -> Tensor:
         x = params[name]
         G = _with_diagonal(grad.tril(), grad.diagonal(dim1=-2, dim2=-1) / self._slope(x))
-        return (self.factor(x).mT @ G).tril()
+        return stiefel.pull(self.factor(x), G, 0)
 
     def retract(self, params: Tensors, name: str, tangent: Tensor) -> Tensor:
-        L, M = self.factor(params[name]), tangent.tril()
-        LM = L @ M
-        new = L + LM + 0.5 * LM @ M
+        new = stiefel.retract(self.factor(params[name]), tangent.tril(), 0)
         return _with_diagonal(new, self.diagonal.inv(new.diagonal(dim1=-2, dim2=-1)))
 
     def pack(self, tangent: Tensor) -> Tensor:
-        i, j = torch.tril_indices(*tangent.shape[-2:], device=tangent.device)
-        return tangent[..., i, j].reshape(-1)
+        return stiefel.pack(tangent, 0).reshape(-1)
 
     def unpack(self, vector: Tensor, like: Tensor) -> Tensor:
-        i, j = torch.tril_indices(*like.shape[-2:], device=vector.device)
-        whole = vector.new_zeros(*like.shape[-2:], *like.shape[:-2])
-        rows = vector.reshape(*like.shape[:-2], len(i)).movedim(-1, 0)
-        return whole.index_put((i, j), rows).movedim((0, 1), (-2, -1))
+        rows = vector.reshape(*like.shape[:-2], self.size(like.shape[-2:]))
+        return stiefel.unpack(rows, like.shape[-1], 0)
 
     def size(self, shape: torch.Size) -> int:
         return shape[:-1].numel() * (shape[-1] + 1) // 2
