@@ -19,6 +19,7 @@ optimizers that need scores, where the flow's own backward pass reads its module
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -69,15 +70,7 @@ class FlowFamily(AugmentedGaussian):
         self.flow = flow
         trainable = _trainable(flow)
         self.names = (*self.gaussian.names, *trainable)
-        # a parameter may stand in several places, a module under several names; functional_call loses
-        # the parameters of the latter if it is left to find the places
-        name_of = {id(p): name for name, p in trainable.items()}
-        self._places = {
-            f"{path}.{leaf}".lstrip("."): name_of[id(p)]
-            for path, module in flow.named_modules()
-            for leaf, p in module.named_parameters(recurse=False)
-            if id(p) in name_of
-        }
+        self._places = places(flow, trainable)
 
     def init(self, loc: Tensor, scale: float) -> Tensors:
         own = {name: p.detach().clone() for name, p in _trainable(self.flow).items()}
@@ -140,6 +133,20 @@ class FlowFamily(AugmentedGaussian):
             return pull((-s, -torch.ones_like(log_det)))[0]
 
         return vmap(one)(noise)
+
+
+def places(module: nn.Module, named: Mapping[str, Tensor]) -> dict[str, str]:
+    """The names of the parameters that are ``named``, by each place in which one of them stands.
+
+    Left to find the places, ``functional_call`` loses the parameters of a module with several names.
+    """
+    name_of = {id(p): name for name, p in named.items()}
+    return {
+        f"{path}.{leaf}".lstrip("."): name_of[id(p)]
+        for path, part in module.named_modules()
+        for leaf, p in part.named_parameters(recurse=False)
+        if id(p) in name_of
+    }
 
 
 def _trainable(flow: nn.Module) -> Tensors:

@@ -30,12 +30,7 @@ from ..families.base import Family, Tensors
 from ..linalg.products import each_gradient
 from ..runtime.density import Site, Sites, innermost, is_latent, scale_and_mask
 from ..runtime.pyro_adapter import draws_one_vector
-from ..runtime.run import (
-    Minibatches,
-    at_particle,
-    run_particles,
-    run_plainly,
-)
+from ..runtime.run import Minibatches, at_particle, run_particles, run_plainly
 from ..runtime.store import RefuseShadowed, leaf_of
 from .moved_draws import FreeDraws, MovedDraws
 from .watch import guide_name, takes_arguments, watch

@@ -152,6 +152,8 @@ class AutoFamily(FirstCall):
 
     #: sites whose log density in the guide takes the model's prior back
     replaced_priors: tuple[str, ...] = ()
+    #: the class of q
+    distribution: type[FamilyDistribution] = FamilyDistribution
     #: a triangle among the parameters, whose diagonal ordinary optimizers may take to 0 or below
     triangle: str | None = None
     #: whether a trace of torch.jit draws rightly from other parameters
@@ -221,7 +223,7 @@ class AutoFamily(FirstCall):
 
     def _distribution(self, params: Tensors, **how: Any) -> FamilyDistribution:
         stl = self.sticking_the_landing
-        return FamilyDistribution(self.family, params, sticking_the_landing=stl, **how)
+        return self.distribution(self.family, params, sticking_the_landing=stl, **how)
 
     def get_posterior(self, *args: Any, **kwargs: Any) -> FamilyDistribution:
         """q as a distribution over the flat, unconstrained latent vector (d,): the answer so far."""

@@ -157,6 +157,7 @@ class AutoMixtureNormal(AutoFamily):
 
     starts = LAPLACE
     search = staticmethod(best_mixture)
+    distribution = MixtureDistribution
     family: MixtureNormal
 
     def __init__(
@@ -185,10 +186,6 @@ class AutoMixtureNormal(AutoFamily):
                 points = start_points(names, self.model, loc, args, kwargs)
                 params["loc"] = torch.stack([*islice(points, self.family.num_components)])
         return params
-
-    def _distribution(self, params: Tensors, **how: Any) -> FamilyDistribution:
-        stl = self.sticking_the_landing
-        return MixtureDistribution(self.family, params, sticking_the_landing=stl, **how)
 
     @property
     def weights(self) -> Tensor:

@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from ..families.flow import places
 from ..linalg.host import host_bool
 
 # A distribution is Any: to a type checker Pyro's are abstract.
@@ -227,19 +228,11 @@ def run_vectorized(
         else:
             batched[name], lead = w.reshape(own.numel(), *shape), own
 
-    # each place of a parameter, of each module once: left to find the places, functional_call leaves
-    # a module that stands under several names without its parameters
-    named = {id(p): name for name, p in module.named_parameters()}
-    places = {
-        f"{path}.{leaf}".lstrip("."): named[id(p)]
-        for path, part in module.named_modules()
-        for leaf, p in part.named_parameters(recurse=False)
-        if named[id(p)] in weights
-    }
+    own_places = places(module, {name: module.get_parameter(name) for name in weights})
 
     def run(batched: dict[str, Tensor]) -> Any:
         here = {**batched, **shared}
-        own = {place: here[name] for place, name in places.items()}
+        own = {place: here[name] for place, name in own_places.items()}
         return torch.func.functional_call(module, own, inputs, tie_weights=False)
 
     if not batched:
