@@ -52,10 +52,13 @@ LEARNING_RATE = 0.01
 CURVATURE_RATE = 0.001
 
 
-def damped_factors(
+def covariance_factors(
     rows: Tensor, columns: Tensor, precision: Tensor | float
 ) -> tuple[Tensor, Tensor]:
-    """(S_t, A_t) for S = ``rows`` (n, n), A = ``columns`` (m, m) and t = ``precision`` > 0."""
+    """Lower triangular (A (n, n), B (m, m)) with A A' = S_t^-1 and B B' = A_t^-1.
+
+    For S = ``rows`` (n, n), A = ``columns`` (m, m) and t = ``precision`` > 0.
+    """
     precision = torch.as_tensor(precision, dtype=rows.dtype, device=rows.device)
     tiny = torch.finfo(rows.dtype).tiny
     # of a layer without input or gradient the prior remains, to which every pi leads
@@ -64,15 +67,7 @@ def damped_factors(
     by_rows, by_columns = root_rows / root_columns, root_columns / root_rows
     shifts = (rows, by_rows), (columns, by_columns)
     S, A = (torch.diagonal_scatter(K, K.diagonal() + precision.sqrt() * by) for K, by in shifts)
-    return S, A
-
-
-def covariance_factors(
-    rows: Tensor, columns: Tensor, precision: Tensor | float
-) -> tuple[Tensor, Tensor]:
-    """Lower triangular (A (n, n), B (m, m)) with A A' = S_t^-1 and B B' = A_t^-1."""
-    damped_rows, damped_columns = damped_factors(rows, columns, precision)
-    return inverse_cholesky(damped_rows), inverse_cholesky(damped_columns)
+    return inverse_cholesky(S), inverse_cholesky(A)
 
 
 @dataclass(frozen=True)
