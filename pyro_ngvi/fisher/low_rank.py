@@ -134,8 +134,6 @@ class LowRank(InverseFisher):
     def _merge(self, state: Tensors) -> Tensors:
         """Take the waiting rows into the leading eigenvectors."""
         waiting, rank = int(state["waiting"]), len(state["basis"])
-        if not waiting:
-            return state
         scale = state["values"].clamp_min(0.0).sqrt()
         scale = torch.cat([scale, scale.new_ones(waiting)])
         change = state["merged_unit"] * state["inverse_unit"]
