@@ -102,8 +102,9 @@ def own_random_state(seed: int | None = None) -> Iterator[None]:
     with torch.random.fork_rng(devices):
         if seed is not None:
             # torch.manual_seed takes half a millisecond for kinds of GPU that are not in use
-            on_gpu = torch.cuda.is_initialized()
-            (torch.manual_seed if on_gpu else torch.default_generator.manual_seed)(seed)
+            others = torch.backends.mps.is_available() or torch.xpu.is_available()
+            in_use = others or torch.cuda.is_initialized()
+            (torch.manual_seed if in_use else torch.default_generator.manual_seed)(seed)
         yield
 
 
