@@ -17,8 +17,14 @@ def pack(tensors: Tensors) -> Tensor:
 
 def unpack(vector: Tensor, like: Tensors) -> Tensors:
     """The inverse of :func:`pack`, with the names and shapes of ``like``."""
-    parts = vector.split([v.numel() for v in like.values()])
-    return {name: part.reshape(like[name].shape) for name, part in zip(like, parts, strict=True)}
+    return split(vector, {name: v.shape for name, v in like.items()})
+
+
+def split(rows: Tensor, shapes: Mapping[str, torch.Size]) -> Tensors:
+    """Vectors (..., D) as tensors (..., *shape) by name."""
+    parts = rows.split([shape.numel() for shape in shapes.values()], -1)
+    named = zip(shapes.items(), parts, strict=True)
+    return {name: part.reshape(rows.shape[:-1] + shape) for (name, shape), part in named}
 
 
 def entry_name(index: int, sizes: Mapping[str, Tensor | torch.Size]) -> str:

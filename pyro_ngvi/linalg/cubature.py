@@ -7,6 +7,12 @@ import torch
 from torch import Tensor
 
 
+def sobol_normal(count: int, dim: int) -> Tensor:
+    """Scrambled Sobol points (count, dim) of N(0, I), in float64 on the CPU; always the same ones."""
+    u = torch.quasirandom.SobolEngine(dim, scramble=True, seed=0).draw(count).double()
+    return torch.special.ndtri(u.clamp(1e-6, 1.0 - 1e-6))
+
+
 def gauss_hermite(
     order: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
 ) -> tuple[Tensor, Tensor]:

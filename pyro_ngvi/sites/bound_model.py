@@ -11,6 +11,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from ..distributions import GaussianProcess
+from ..families.vectors import split
 from ..linalg.host import at_hand, fixed_normal
 from ..runtime.density import Sites, is_minibatch, site_kind, site_log_prob
 from ..runtime.run import Minibatches
@@ -51,12 +52,7 @@ class BoundModel:
 
     def by_site(self, flat: Tensor) -> dict[str, Tensor]:
         """A flat block (..., D) as a value for each of its sites, (..., *shape)."""
-        shapes = {name: fn.shape() for name, fn in self.block.items()}
-        parts = flat.split([shape.numel() for shape in shapes.values()], -1)
-        return {
-            name: part.reshape(part.shape[:-1] + shape)
-            for (name, shape), part in zip(shapes.items(), parts, strict=True)
-        }
+        return split(flat, {name: fn.shape() for name, fn in self.block.items()})
 
     def block_at(self, noise: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """Every site of the block at a noise (D,): its value, and -log |det dz / deps| by its batch."""

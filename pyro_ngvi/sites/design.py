@@ -20,6 +20,7 @@ from math import log, pi
 import torch
 from torch import Tensor
 
+from ..linalg.cubature import sobol_normal
 from ..linalg.hessian import bfgs
 
 #: by dimension: steps of the lattice, how far below its largest log p it ends, and most of its points
@@ -119,9 +120,7 @@ class Design:
 
 def sobol(count: int, like: Tensor) -> Tensor:
     """Points (count, p) of N(0, WIDER^2 I)."""
-    engine = torch.quasirandom.SobolEngine(like.shape[-1], scramble=True, seed=0)
-    u = engine.draw(count).double().clamp(1e-6, 1.0 - 1e-6)
-    return WIDER * torch.special.ndtri(u).to(like)
+    return WIDER * sobol_normal(count, like.shape[-1]).to(like)
 
 
 def _log_sobol(z: Tensor) -> Tensor:

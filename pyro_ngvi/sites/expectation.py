@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ..distributed.processes import ALONE, Ranks
-from ..linalg.cubature import gauss_hermite
+from ..linalg.cubature import gauss_hermite, sobol_normal
 from ..linalg.host import constant, host_bool
 from ..linalg.products import matvec
 from ..linalg.spectral import positive_part
@@ -85,8 +85,7 @@ def _points(k: int, count: int, dtype: torch.dtype, device: torch.device | str) 
         grid, weights = (torch.cartesian_prod(*[v] * k).reshape(-1, k) for v in (x, w))
         return Points(grid, weights.prod(-1))
     half = max(count // 2, k + 1)
-    u = torch.quasirandom.SobolEngine(k, scramble=True, seed=0).draw(half).double()
-    x = torch.special.ndtri(u.clamp(1e-6, 1 - 1e-6))
+    x = sobol_normal(half, k)
     x = torch.cat([x, -x])
     factor = torch.linalg.cholesky(x.mT @ x / len(x))
     x = torch.linalg.solve_triangular(factor, x.mT, upper=False).mT
