@@ -40,6 +40,19 @@ def _refuse(*_: Any) -> None:
     )
 
 
+def quantiles_of_normals(weights: Tensor, loc: Tensor, sd: Tensor, levels: Tensor) -> Tensor:
+    """Quantiles (n, ...) of mixtures of K normals, loc and sd (K, ...), by bisection."""
+    # between those of the components, (n, K, ...)
+    ends = loc + sd * torch.special.ndtri(levels).reshape(-1, *[1] * loc.dim())
+    low, high, levels = ends.amin(1), ends.amax(1), levels.reshape(-1, *[1] * (loc.dim() - 1))
+    for _ in range(HALVINGS if len(loc) > 1 else 0):
+        middle = 0.5 * (low + high)
+        below = torch.special.ndtr((middle.unsqueeze(1) - loc) / sd)
+        less = torch.einsum("k,nk...->n...", weights, below) < levels
+        low, high = torch.where(less, middle, low), torch.where(less, high, middle)
+    return high
+
+
 _without_gradient = with_backward(lambda z: z.clone(), _refuse)
 
 
@@ -166,16 +179,8 @@ class MixtureNormal(Family):
         return torch.tensordot(self.probs(params), whole, 1)
 
     def icdf(self, params: Tensors, levels: Tensor) -> Tensor:
-        # between those of the components, (n, K, d)
-        loc, sd = params["loc"], each(self.component.stddev, self.own(params))
-        ends = loc + sd * torch.special.ndtri(levels).reshape(-1, 1, 1)
-        low, high = ends.amin(1), ends.amax(1)
-        for _ in range(HALVINGS if self.num_components > 1 else 0):
-            middle = 0.5 * (low + high)
-            below = torch.special.ndtr((middle.unsqueeze(1) - loc) / sd)
-            less = torch.einsum("k,nkd->nd", self.probs(params), below) < levels.unsqueeze(-1)
-            low, high = torch.where(less, middle, low), torch.where(less, high, middle)
-        return high
+        sd = each(self.component.stddev, self.own(params))
+        return quantiles_of_normals(self.probs(params), params["loc"], sd, levels)
 
     def fisher_product(self, params: Tensors, tangent: Tensors) -> Tensors:
         own = each(self.component.fisher_product, self.own(params), self.own(tangent))

@@ -44,12 +44,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from ..families.mixture import quantiles_of_normals
 from ..linalg.products import matvec
 from ..linalg.spectral import positive_part
 from ..linalg.triangles import cholesky, solve, solve_columns, solve_transposed
 
-#: halvings of an interval that holds a quantile
-HALVINGS = 50
 #: by what factor a precision changes in a step at most, and by how many sds a mean of one entry
 MOST_RATIO, MOST_SDS = 16.0, 3.0
 #: the share of the first steps, how many these are, and how many shares of later ones make a whole
@@ -158,8 +157,7 @@ def _log_normal(w: Tensor) -> Tensor:
     return -0.5 * (w.square().sum(-1) + w.shape[-1] * log(2.0 * pi))
 
 
-@dataclass(frozen=True)
-class Slopes:
+class Slopes(NamedTuple):
     """Of log p(y_i | u_i, v) at S draws: g (S, B, k), H (S, B, k, k), and C (B, k, D), their mean.
 
     H is ``None`` where gradients jump.
@@ -168,12 +166,6 @@ class Slopes:
     g: Tensor
     H: Tensor | None
     cross: Tensor
-
-    def over(self, scale: float) -> Slopes:
-        """Those of one unit, where each unit of a run stands for ``scale`` units."""
-        return Slopes(
-            self.g / scale, None if self.H is None else self.H / scale, self.cross / scale
-        )
 
 
 @dataclass(frozen=True)
@@ -269,14 +261,7 @@ def antithetic(like: Tensor) -> Tensor:
 
 
 def mixture_quantiles(mean: Tensor, sd: Tensor, levels: Tensor) -> Tensor:
-    """Quantiles (L, ...) of equal mixtures of S normals, ``mean`` and ``sd`` (S, ...), by bisection."""
-    found = []
-    for level in levels:
-        z = mean + sd * torch.special.ndtri(level)
-        low, high = z.amin(0), z.amax(0)
-        for _ in range(HALVINGS):
-            middle = 0.5 * (low + high)
-            below = torch.special.ndtr((middle - mean) / sd).mean(0) < level
-            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-        found.append(0.5 * (low + high))
-    return torch.stack(found)
+    """Quantiles (L, ...) of equal mixtures of S normals, ``mean`` and ``sd`` (S, ...)."""
+    equal = mean.new_full((len(mean),), 1.0 / len(mean))
+    # one level at a time, of which each takes S numbers for one
+    return torch.cat([quantiles_of_normals(equal, mean, sd, level) for level in levels.split(1)])
