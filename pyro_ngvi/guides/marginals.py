@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
+import pyro
 import torch
 from pyro.distributions import Delta, Distribution
 from torch import Tensor
@@ -23,6 +25,14 @@ MOST = 2**26
 
 class SiteValue(Delta):
     """The value of a site within the flat vector, with its share of log q, a log-Jacobian."""
+
+
+def sample_value(node: Any, plates: Mapping[str, Any], value: Tensor, log_q: Any) -> Tensor:
+    """Sample the site that a prototype has as ``node``, in its plates."""
+    with ExitStack() as stack:
+        for frame in node["cond_indep_stack"]:
+            stack.enter_context(plates[frame.name])
+        return pyro.sample(node["name"], SiteValue(value, log_q, node["fn"].event_dim))
 
 
 @register_kl(SiteValue, Distribution)

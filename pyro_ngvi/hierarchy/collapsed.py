@@ -42,7 +42,6 @@ from .marginal import (
     is_outside,
     log_likelihoods,
     point_count,
-    told_apart,
     weighted_terms,
 )
 from .runs import Drawn, Given, Held, Values
@@ -121,16 +120,6 @@ def collapse(
     return model
 
 
-def _tried(guide: AutoHierarchical, args: Any, kwargs: Any) -> tuple[Given, Conditionals]:
-    """A few draws of q, whose data are told apart by unit."""
-    given = guide._given_globals(args, kwargs, TRIED, learning=True)
-    q = guide._conditionals(given)
-    if guide.units.is_block:  # of data that the guide may not have seen
-        guide.units.slopes(given, q.mean)
-    q = at_globals(guide.units, given, q)
-    return told_apart(guide.units, given, q), q
-
-
 def can_collapse(guide: AutoHierarchical, *args: Any, **kwargs: Any) -> bool:
     """Whether :func:`collapse` can tell data apart by unit, and integrate a block out."""
     with suppress(ValueError):
@@ -171,12 +160,10 @@ class Collapsed:
         #: how many draws of the globals bound the memory
         self.at_once = max(1, AT_ONCE // max(1, total * self.units.size * k))
         with own_random_state(0), torch.no_grad():
-            given, q = _tried(guide, args, kwargs)
+            given, q = guide._at_draws(args, kwargs, TRIED, learning=True)
             self.call = given.call
-            few, more = (
-                integrated(self.units, given, q, n).log_marginals
-                for n in (count, count + max(2, count // 4))
-            )
+            counts = count, count + max(2, count // 4)
+            few, more = (integrated(self.units, given, q, n).log_marginals for n in counts)
         self._tried_at = given, q, few
         #: nats by which a quarter more points change log p(y | v), at draws of q(v)
         change = few.sum(-1) - more.sum(-1)

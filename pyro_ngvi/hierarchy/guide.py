@@ -13,6 +13,7 @@ import torch
 from pyro import poutine
 from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from ..guides import AutoFullRankNormal
 from ..guides.base import AutoFamily
@@ -133,8 +134,7 @@ class AutoHierarchical(MadeAtFirstCall):
         """Pyro's guides of parts ask it of the guide that they are parts of."""
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        if not has_model(self):
-            raise _without_model()
+        model = self._call(args, kwargs).model
         if self.master is not None:
             raise ValueError(
                 "AutoHierarchical must see all latent sites, so it is no part of an AutoGuideList. Let "
@@ -142,7 +142,7 @@ class AutoHierarchical(MadeAtFirstCall):
             )
         with self._loading_waiting_state():
             super()._setup_prototype(*args, **kwargs)
-            units = find_units(self.model, args, kwargs, self._wanted)
+            units = find_units(model, args, kwargs, self._wanted)
             nodes = self.prototype_trace.nodes
             like = nodes[units.names[0]]["value"].detach()
             followed = sum(nodes[name]["value"].numel() for name in units.followed)
@@ -183,7 +183,10 @@ class AutoHierarchical(MadeAtFirstCall):
 
     def _call(self, args: Any, kwargs: Any, minibatches: Minibatches | None = None) -> Call:
         if not has_model(self):  # Pyro leaves it out of copies
-            raise _without_model()
+            raise RuntimeError(
+                "This AutoHierarchical was unpickled or loaded, and does not carry the model. Make a "
+                "new one by AutoHierarchical(model), and let it load this one's state_dict."
+            )
         return Call(self.model, args, kwargs, Minibatches() if minibatches is None else minibatches)
 
     def _conditionals(self, given: Given) -> Conditionals:
@@ -210,8 +213,8 @@ class AutoHierarchical(MadeAtFirstCall):
             return
         phi = given.followed(self.units.followed)
         with torch.no_grad():
-            sites = self.sites.rows(seen).moved(given.priors, phi, mean, x, slopes.over(seen.scale))
-            self.sites.put(seen, sites)
+            each = tree_map_only(Tensor, lambda s: s / seen.scale, slopes)  # those of one unit
+            self.sites.put(seen, self.sites.rows(seen).moved(given.priors, phi, mean, x, each))
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Draw all latent sites: a dict of values by name."""
@@ -219,8 +222,7 @@ class AutoHierarchical(MadeAtFirstCall):
             self._setup_prototype(*args, **kwargs)
         with poutine.block():
             self._create_plates(*args, **kwargs)
-        trace: Any = self.prototype_trace
-        values, nodes = dict(self.globals(*args, **kwargs)), trace.nodes
+        values, nodes = dict(self.globals(*args, **kwargs)), self.prototype_trace.nodes
         for name, value in values.items():
             if value.dim() > nodes[name]["value"].dim():
                 raise ValueError(
@@ -277,9 +279,15 @@ class AutoHierarchical(MadeAtFirstCall):
             given, q = self._at_draws(args, kwargs, num_draws)
             return integrated(self.units, given, q, points).log_marginals
 
-    def _at_draws(self, args: Any, kwargs: Any, draws: int) -> tuple[Given, Conditionals]:
-        given = self._given_globals(args, kwargs, draws)
-        q = at_globals(self.units, given, self._conditionals(given))
+    def _at_draws(
+        self, args: Any, kwargs: Any, draws: int, learning: bool = False
+    ) -> tuple[Given, Conditionals]:
+        """Draws of the globals, with data told apart by unit, and q there."""
+        given = self._given_globals(args, kwargs, draws, learning)
+        q = self._conditionals(given)
+        if self.units.is_block:  # of data that the guide may not have seen
+            self.units.slopes(given, q.mean)
+        q = at_globals(self.units, given, q)
         return told_apart(self.units, given, q), q
 
     def _given_globals(
@@ -339,12 +347,4 @@ class AutoHierarchical(MadeAtFirstCall):
         gone[index.long()] = True
         self.sites.keep((~gone).nonzero().reshape(-1), 0)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> AutoHierarchical:
-        return self.copied_with_model(memo)
-
-
-def _without_model() -> RuntimeError:
-    return RuntimeError(
-        "This AutoHierarchical was unpickled or loaded, and does not carry the model. Make a new "
-        "one by AutoHierarchical(model), and let it load this one's state_dict."
-    )
+    __deepcopy__ = MadeAtFirstCall.copied_with_model

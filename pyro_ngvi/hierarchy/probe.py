@@ -61,9 +61,8 @@ class Probe:
         here, there = self.globals
         self.near = here, {n: torch.lerp(x, there[n], 0.1) for n, x in here.items()}
         self.z = _gaussians(units, sites)
-        sd = torch.linalg.vector_norm(
-            units.conditional_root(call.at(here, units.held(self.z))), dim=-1
-        )
+        root = units.conditional_root(call.at(here, units.held(self.z)))
+        sd = torch.linalg.vector_norm(root, dim=-1)
         count = len(self.z)
         self.e, self.u = fixed_normal(2, count, units.width, seed=count).to(sd) * sd.clamp_max(1.0)
         self.masks = digit_masks(count, self.u.device)[: 2 * count - 2]
@@ -95,10 +94,8 @@ class Probe:
         size = base.abs().amax() + moved.abs().amax()
         linear = _agree(at(-3.0 * u) - base, -3.0 * moved, size)
         parts = (at(torch.where(mask[:, None], u, 0.0)) - base for mask in self.masks)
-        one_by_one = all(
-            _agree(part[~mask], 0.0 * part[~mask], size)
-            for mask, part in zip(self.masks, parts, strict=True)
-        )
+        others = (part[~mask] for mask, part in zip(self.masks, parts, strict=True))
+        one_by_one = all(_agree(part, 0.0 * part, size) for part in others)
         return not bool(moved.any()), linear, one_by_one
 
     def has_fixed_scales(
@@ -196,10 +193,8 @@ class Probe:
             return found
 
         choices = islice(product(*map(maps, self.units.sites)), MOST_CHOICES)
-        effects = [
-            {name: x for name, x in zip(self.units.names, each, strict=True) if x}
-            for each in choices
-        ]
+        named = (zip(self.units.names, each, strict=True) for each in choices)
+        effects = [{name: x for name, x in pairs if x} for pairs in named]
         if len(effects) == 1:
             return self
         tried = [self.having(effects=each) for each in effects]

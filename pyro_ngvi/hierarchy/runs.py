@@ -270,11 +270,8 @@ class Given:
     def followed(self, names: Sequence[str]) -> Tensor:
         """phi (S, D): the globals of these names, one after the other."""
         like = self.priors.offset
-        return torch.cat(
-            [like.new_zeros(len(like), 0)]
-            + [self.values[name].reshape(len(like), -1).to(like) for name in names],
-            1,
-        )
+        parts = [self.values[name].reshape(len(like), -1).to(like) for name in names]
+        return torch.cat([like.new_zeros(len(like), 0), *parts], 1)
 
     def few(self, x: Tensor) -> tuple[Given, Tensor]:
         """With x at few of the draws, evenly spaced."""

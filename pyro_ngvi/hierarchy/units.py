@@ -8,7 +8,6 @@ must depend on units one by one.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import itemgetter
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributions import Transform
 from torch.utils._pytree import tree_map_only
 
-from ..guides.marginals import SiteValue
+from ..guides.marginals import sample_value
 from ..linalg.coloring import Coloring
 from ..linalg.hessian import gradient
 from ..linalg.host import at_hand, fixed_normal
@@ -114,9 +113,8 @@ class Units:
     def parts(self) -> Parts:
         """Each site, and which of the k entries are its own."""
         ends = list(accumulate(site.size for site in self.sites))
-        return [
-            (site, slice(end - site.size, end)) for site, end in zip(self.sites, ends, strict=True)
-        ]
+        named = zip(self.sites, ends, strict=True)
+        return [(site, slice(end - site.size, end)) for site, end in named]
 
     def values(self, z: Tensor, maps: Mapping[str, list[Transform]]) -> dict[str, Tensor]:
         """Values (..., *shape) by site at Gaussians z (..., B, k)."""
@@ -155,10 +153,8 @@ class Units:
                 mixing = torch.stack([x[0] - offset for x in moved], -1)
             if self.effects:
                 there = self._in_place(effects, torch.zeros_like(offset))
-                columns = [
-                    self._in_place(x[2], z.expand_as(offset)) - there
-                    for x, z in zip(moved, units, strict=True)
-                ]
+                pairs = zip(moved, units, strict=True)
+                columns = [self._in_place(x[2], z.expand_as(offset)) - there for x, z in pairs]
                 matrix, direct = torch.stack(columns, -1), self.direct and self.smooth
                 inverse = None if direct else torch.linalg.inv_ex(matrix)[0]
                 place = Place(matrix, there, inverse)
@@ -266,11 +262,9 @@ class Units:
 
     def offset(self, sites: Sites) -> Tensor:
         """Prior means (B, k) in a run."""
-        parts = []
-        for site in self.sites:
-            offset, _ = offset_and_root(gaussian_of(sites[site.name])[0])
-            parts.append(site.rows(offset))
-        return torch.cat(parts, -1)
+        fns = [gaussian_of(sites[name])[0] for name in self.names]
+        means = zip(self.sites, map(offset_and_root, fns), strict=True)
+        return torch.cat([site.rows(mean) for site, (mean, _) in means], -1)
 
     def conditional_root(self, sites: Sites) -> Tensor:
         """Cholesky factors of covariances (B, k, k), given means, in a run."""
@@ -308,11 +302,8 @@ class Units:
             equal = share * len(share) / max(batch.numel(), 1)
             if self.dim is not None:
                 equal = equal.reshape(-1, *[1] * (-self.dim - 1))
-            log_q: Any = equal.expand(batch) if batch else equal.sum()
-            with ExitStack() as stack:
-                for frame in node["cond_indep_stack"]:
-                    stack.enter_context(plates[frame.name])
-                values[name] = pyro.sample(name, SiteValue(value, log_q, node["fn"].event_dim))
+            log_q = equal.expand(batch) if batch else equal.sum()
+            values[name] = sample_value(node, plates, value, log_q)
         return values
 
     def _seen(self, sites: Sites) -> Seen:

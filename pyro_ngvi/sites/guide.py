@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import pyro
@@ -11,7 +10,7 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
-from ..guides.marginals import SiteValue, levels_like
+from ..guides.marginals import levels_like, sample_value
 from ..linalg.host import outside_autocast
 from ..runtime.store import module_name
 from .algebra import Snapshot, shallow_copy
@@ -97,17 +96,11 @@ class AutoSites(SiteGuide):
         for name, index in call.runner.minibatches.items():
             if self.inducing is not None and name not in given:
                 pyro.plate(name, call.sites[name]["fn"].size, subsample=index)
-        prototype: Any = self.prototype_trace
         result = {}
-        for name, site in prototype.iter_stochastic_nodes():
+        for name, site in self.prototype_trace.iter_stochastic_nodes():
             value, log_q = drawn[name]
             value = value if trap is None else value + trap.to(value)
-            with ExitStack() as stack:
-                for frame in site["cond_indep_stack"]:
-                    stack.enter_context(self.plates[frame.name])
-                density: Any = log_q
-                q = SiteValue(value, density, site["fn"].event_dim)
-                result[name] = pyro.sample(name, q)
+            result[name] = sample_value(site, self.plates, value, log_q)
         return result
 
     @torch.no_grad()
