@@ -186,7 +186,7 @@ class WhitenedRun(Conditioned):
             own = noise[self.used : self.used + size]
         own = own.to(fn.initial_loc if isinstance(fn, GaussianStateSpace) else fn.loc)
         if maker is not None:
-            value = maker(own, fn)
+            value = maker.value(own, fn)
         elif direct:
             value = own
         elif process and (self._at_mean or TensorRef(site=name) in self.replace):

@@ -29,7 +29,6 @@ that see them at inputs other than their own; the dense algebra does these.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -70,8 +69,9 @@ class InducingAlgebra(Algebra):
     def view(self, call: BoundModel) -> View:
         """The maps at the inputs of the call."""
         maps, processes = {}, self._regress(call, self._regressed.value)
-        for name, seen in seen_by_group(call, self.axes).items():
-            maps[name] = seen.on(list(processes.values()))
+        for name, (seen, i) in seen_by_group(call, self.axes).items():
+            there = [r if i is None else r.at(i) for r in processes.values()]
+            maps[name] = on_inducing(seen, there)
             if learns(seen) and not call.whole:
                 raise ValueError(
                     f"AutoSites: this step has a minibatch, and the numbers by which the data of "
@@ -135,10 +135,7 @@ class InducingAlgebra(Algebra):
         q = self.posterior(View({}, None, tuple(found.values())), self.evidence)
         design = torch.block_diag(*(r.design for r in found.values()))
         half = q.half(design)
-        rests = [
-            fn.covariance_matrix - found[n].design @ found[n].design.mT
-            for n, fn in call.block.items()
-        ]
+        rests = [found[n].left(fn) for n, fn in call.block.items()]
         jitter = max(fn.jitter for fn in call.block.values())
         root = factor(torch.block_diag(*rests) + half.mT @ half, jitter)
         mean = design @ q.mean + torch.cat([r.offset for r in found.values()])
@@ -169,44 +166,35 @@ def _of_values(at: LinearMap, root: Tensor, level: Tensor) -> LinearMap:
 # --- what data see of the processes
 
 
-@dataclass(frozen=True)
-class Seen:
-    """H (n, k, C) and b (n, k) of a group, and i (n,), ``None`` for 0, 1, 2, ..."""
-
-    weights: Tensor
-    offset: Tensor
-    inputs: Tensor | None
-
-    def on(self, processes: Sequence[Regression]) -> LinearMap:
-        """h on the white values (C M,) of all processes at their inducing inputs."""
-        H, at = self.weights, [r if self.inputs is None else r.at(self.inputs) for r in processes]
-        rows = [H[..., c, None] * r.design.unsqueeze(1) for c, r in enumerate(at)]
-        means = torch.stack([r.offset for r in at], -1)
-        rests = torch.stack([r.rest for r in at], -1)
-        return LinearMap(
-            torch.cat(rows, -1),
-            matvec(H, means) + self.offset,
-            (H * rests.unsqueeze(1)) @ H.mT,
-        )
+def on_inducing(seen: LinearMap, processes: Sequence[Regression]) -> LinearMap:
+    """h on the white values (C M,) of all processes at their inducing inputs; H and b are ``seen``."""
+    H = seen.design
+    rows = [H[..., c, None] * r.design.unsqueeze(1) for c, r in enumerate(processes)]
+    means = torch.stack([r.offset for r in processes], -1)
+    rests = torch.stack([r.rest for r in processes], -1)
+    offset = matvec(H, means) + seen.offset
+    return LinearMap(torch.cat(rows, -1), offset, (H * rests.unsqueeze(1)) @ H.mT)
 
 
-def seen_by_group(call: BoundModel, axes: Mapping[str, int]) -> dict[str, Seen]:
-    """What the data of every group see; ``axes``: along which dimension of them the inputs are."""
+def seen_by_group(
+    call: BoundModel, axes: Mapping[str, int]
+) -> dict[str, tuple[LinearMap, Tensor | None]]:
+    """H (n, k, C) and b (n, k) of every group, with i (n,), ``None`` for 0, 1, 2, ...; ``axes``: along
+    which dimension of its data the inputs are."""
     _ = call.at_probe  # refuses processes at other inputs than those of the data
     plan, count, found, maps = call.plan, _count(call), {}, {}
     units = torch.eye(len(call.block), dtype=plan.dtype, device=plan.device)
     # all values of a process are one entry of the noise
-    one = plan.zero().new_ones(count, 1)
-    makers = {name: Maker(one, 0.0 * one[:, 0]) for name in call.block}
+    makers = dict.fromkeys(call.block, Maker(1, lambda noise, _: noise.repeat(count)))
     for group in plan.groups:
         name, shape, chosen = group.name, call.shapes[group.name], _columns(plan, group)
         if chosen is not None:
             H = units[chosen].expand(count, -1, -1)
-            found[name] = Seen(H, H.new_zeros(count, len(chosen)), None)
+            found[name] = LinearMap(H, H.new_zeros(count, len(chosen))), None
             continue
         maps = maps or affine_maps(lambda noise: call.predictors(noise, makers), units)
         i = None if len(shape) == 1 else _numbers(shape, axes[name], plan.device)
-        found[name] = Seen(maps[name].design, maps[name].offset, i)
+        found[name] = maps[name], i
     return found
 
 

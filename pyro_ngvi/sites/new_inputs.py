@@ -13,9 +13,9 @@ So the block at X is affine in (eps, eps'), and runs at unit vectors give its mo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,26 +27,11 @@ from .bound_model import BoundModel, moves
 from .structure import Kept, same_bits
 
 
-@dataclass(frozen=True)
-class Maker:
-    """Makes f = A eps + b of a process, A (N, M) and b (N,), from the M entries of its noise."""
+class Maker(NamedTuple):
+    """Makes the value (N,) of a process from so many entries of noise."""
 
-    design: Tensor
-    offset: Tensor
-
-    @property
-    def size(self) -> int:
-        return self.design.shape[-1]
-
-    def __call__(self, noise: Tensor, fn: GaussianProcess) -> Tensor:
-        return self.offset + self.design @ noise
-
-
-class OnMean(Maker):
-    """The same on top of mean(X), which may depend on sites before the process: that of each run."""
-
-    def __call__(self, noise: Tensor, fn: GaussianProcess) -> Tensor:
-        return fn.loc + super().__call__(noise, fn)
+    size: int
+    value: Callable[[Tensor, GaussianProcess], Tensor]
 
 
 @dataclass(frozen=True)
@@ -61,9 +46,15 @@ class Regression:
     level: Tensor
     marks: tuple[Tensor, ...]
 
-    def plus(self, shift: Tensor | float = 0.0) -> OnMean:
+    def plus(self, shift: Tensor | float = 0.0) -> Maker:
         """The process at these inputs, a ``shift`` (N,) above its regression."""
-        return OnMean(self.design, torch.as_tensor(shift).to(self.offset))
+        b = torch.as_tensor(shift).to(self.offset)
+        # the mean of each run, as it may depend on sites before the process
+        return Maker(self.design.shape[-1], lambda eps, fn: fn.loc + (b + self.design @ eps))
+
+    def left(self, fn: GaussianProcess) -> Tensor:
+        """The covariance (N, N) of the rest."""
+        return fn.covariance_matrix - self.design @ self.design.mT
 
     def at(self, index: Tensor) -> Regression:
         """f at the inputs of these numbers (n,), of which each may come several times."""
@@ -150,10 +141,7 @@ class KnownInputs(nn.Module):
         marks = [evidence, *maps.values()]
         if self._joint.get(marks, [probe]) is not None:
             return last[0], last[1]
-        roots = [
-            factor(fn.covariance_matrix - maps[n].design @ maps[n].design.mT, fn.jitter)
-            for n, fn in moved.items()
-        ]
+        roots = [factor(maps[n].left(fn), fn.jitter) for n, fn in moved.items()]
 
         def flat(noise: Tensor) -> Tensor:
             own, *rests = noise.split([len(q.mean), *map(len, roots)])
