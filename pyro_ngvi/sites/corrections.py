@@ -40,7 +40,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import combinations_with_replacement, product
 from math import factorial, prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,7 +51,6 @@ from .algebra import Snapshot
 from .densities import REACH, Tilted, mixture, nodes
 from .expectation import Points, quadrature_points
 from .joint import Blocks, Joint, Shared, correlations, covariances, joint_of
-from .structure import ModelStructure
 
 #: points for each of k entries of f: given x, and for the evidence, where q(f_j) is wider
 ORDERS, FINER = {1: 12, 2: 10, 3: 6}, {1: 64, 2: 20, 3: 12}
@@ -190,32 +189,24 @@ def corrected_evidence(at: Snapshot, joint: Joint) -> CorrectedEvidence:
 
 
 class Component(NamedTuple):
-    """The marginals at one set of hyperparameters, by site, and the evidence there."""
+    """The marginals at one set of hyperparameters, by site, the evidence there, and draws (S, P)."""
 
-    joint: Joint
     parts: dict[str, Tilted]
     evidence: CorrectedEvidence
-
-    def draws(self, count: int, plan: ModelStructure, generator: torch.Generator) -> Draws:
-        """Draws (count, P) by name: of q, each number moved to its own marginal (a Gaussian copula)."""
-        like = self.joint.half
-        shape, dtype = (count, len(like)), torch.float64
-        white = torch.randn(shape, generator=generator, dtype=dtype, device="cpu").to(like)
-        found = {}
-        for name, part in self.parts.items():
-            _, half = self.joint.part(name, plan)
-            found[name] = mixture([part], [1.0]).quantiles(
-                torch.special.ndtr(white @ half / part.sd)
-            )
-        return found
+    draws: Draws
 
 
-def component_of(at: Snapshot, names: Sequence[str]) -> Component:
-    """That of a snapshot, for all entries of the sites ``names``."""
-    joint, plan, parts = joint_of(at), at.call.plan, {}
+def component_of(
+    at: Snapshot, names: Sequence[str], count: int, generator: torch.Generator
+) -> Component:
+    """That of a snapshot, for all entries of the sites ``names``; with ``count`` draws of q, each
+    number moved to its own marginal (a Gaussian copula)."""
+    joint, parts, draws = joint_of(at), {}, {}
     evidence = corrected_evidence(at, joint)
+    how: Any = {"generator": generator, "dtype": torch.float64, "device": "cpu"}
+    white = torch.randn(count, len(joint.half), **how).to(joint.half)
     for name in names:
-        mean, half = joint.part(name, plan)
+        mean, half = joint.part(name, at.call.plan)
         sd = torch.linalg.vector_norm(half, dim=0)
         # what no datum moves is a point, and a table needs some width
         sd = sd.clamp_min(torch.finfo(sd.dtype).eps * (1.0 + mean.abs()))
@@ -228,4 +219,5 @@ def component_of(at: Snapshot, names: Sequence[str]) -> Component:
                 f"the model; take a likelihood that allows all values of its predictor."
             )
         parts[name] = Tilted.of(mean, sd, tilt)
-    return Component(joint, parts, evidence)
+        draws[name] = mixture([parts[name]], [1.0]).quantiles(torch.special.ndtr(white @ half / sd))
+    return Component(parts, evidence, draws)

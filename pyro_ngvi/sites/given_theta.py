@@ -122,9 +122,14 @@ class GivenTheta:
         value, _, start, self.guide, self.optim = best
         if not isfinite(value):
             reason = str(self.failure).removeprefix("AutoSites: ")
-            text = f"integrate(over={list(self.layout.transforms)}): {reason}"
-            raise ValueError(shorten(text, 240, placeholder=" ...")) from self.failure
+            raise self.refusal(f"integrate(over={list(self.layout.transforms)}): {reason}")
         return start
+
+    def refusal(self, text: str) -> ValueError:
+        """An error of that text, or its beginning, caused by the last failure."""
+        error = ValueError(shorten(text, 240, placeholder=" ..."))
+        error.__cause__ = self.failure
+        return error
 
     def settle(self, u: Tensor) -> float:
         """Sweeps at u until q stands still; the log-Jacobian."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from textwrap import shorten
 from typing import Any
 
 import torch
@@ -120,23 +119,20 @@ def integrate(
         at_theta.settle(design.u(design.z[point]))
         at = at_theta.guide._snapshot(args, kwargs)
         shapes = shapes_of(at.call.plan, names)
-        found = component_of(at, list(shapes))
         mine = (nearest == k).nonzero().squeeze(-1)
-        for name, draws in found.draws(len(mine), at.call.plan, generator).items():
+        found = component_of(at, list(shapes), len(mine), generator)
+        for name, draws in found.draws.items():
             draws = draws.reshape(-1, *shapes[name])
             every = rows.setdefault(name, draws.new_empty(num_samples, *shapes[name]))
             every[mine.to(every.device)] = draws
-        components.append(found._replace(joint=None))  # of D^2 numbers
-    tables, distance, doubts = combined(components, weights)
-    theta, shapes = _of_theta(at_theta, design.u(z), w), at_theta.layout.constrained_shapes | shapes
-    distance = {n: table.from_gaussian for n, table in theta.items()} | distance
+        components.append(found._replace(draws={}))
+    tables, doubts = combined(components, weights)
     return IntegratedMarginals(
         log_evidence=design.log_integral,
         samples=at_theta.at(design.u(drawn)) | rows,
-        distance={n: x.reshape(shapes[n]) for n, x in distance.items()},
         doubts=(*of_design, *doubts),
-        _tables=theta | tables,
-        _shapes=shapes,
+        _tables=_of_theta(at_theta, design.u(z), w) | tables,
+        _shapes=at_theta.layout.constrained_shapes | shapes,
         points=at_theta.at(design.u(design.z)),
         weights=design.weights.to(at_theta.like),
     )
@@ -174,14 +170,10 @@ def _doubts(at: GivenTheta, design: Design, definite: bool) -> tuple[str, ...]:
         worst = 0 if left is None else int(left.argmax())
         where = at.where(design.u(design.lost[worst]))
         if left is None or not left[worst] < -LOST:
-            raise ValueError(
-                shorten(
-                    f"integrate: there is no posterior given {where}, which cannot be left out. Give "
-                    f"it a prior that rules such values out. {at.failure}",
-                    240,
-                    placeholder=" ...",
-                )
-            ) from at.failure
+            raise at.refusal(
+                f"integrate: there is no posterior given {where}, which cannot be left out. Give it a "
+                f"prior that rules such values out. {at.failure}"
+            )
         found.append(
             f"In doubt: there is no posterior given {where} (one of {len(design.lost)} such points), "
             f"which counts for nothing."

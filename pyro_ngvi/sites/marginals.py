@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,68 +53,69 @@ class SiteMarginals:
     Attributes:
         log_evidence: log p(y) in nats, of :mod:`pyro_ngvi.sites.corrections`.
         samples: draws (S, *shape) by name, with the correlations of the Gaussian and these marginals.
-        distance: by name (*shape), the total variation between marginal and Gaussian of its moments.
         doubts: what speaks against these figures, in sentences; empty where nothing was found.
     """
 
     log_evidence: float
     samples: Draws = field(repr=False)
-    distance: Draws = field(repr=False)
     doubts: tuple[str, ...]
     _tables: dict[str, Densities] = field(repr=False)
     _shapes: dict[str, torch.Size] = field(repr=False)
 
-    def _shaped(self, flat: dict[str, Tensor]) -> Draws:
+    def _each(self, figure: Callable[[Densities], Tensor]) -> Draws:
+        """A figure (..., D) of every table, by name in the shape of its site."""
+        flat = {name: figure(table) for name, table in self._tables.items()}
         return {n: x.reshape(x.shape[:-1] + self._shapes[n]) for n, x in flat.items()}
 
     @property
     def mean(self) -> Draws:
         """Posterior means (*shape) by name."""
-        return self._shaped({n: table.mean for n, table in self._tables.items()})
+        return self._each(lambda table: table.mean)
 
     @property
     def sd(self) -> Draws:
         """Posterior standard deviations (*shape) by name."""
-        return self._shaped({n: table.sd for n, table in self._tables.items()})
+        return self._each(lambda table: table.sd)
+
+    @property
+    def distance(self) -> Draws:
+        """By name (*shape), the total variation between marginal and Gaussian of its moments."""
+        return self._each(lambda table: table.from_gaussian)
 
     def quantiles(self, levels: Any) -> Draws:
         """Quantiles (Q, *shape) by name at levels (Q,)."""
-        found = {}
-        for name, table in self._tables.items():
+
+        def rows(table: Densities) -> Tensor:
             at = levels_like(levels, table.x)
-            rows = self._shaped({name: table.quantiles(at.reshape(-1))})[name]
-            found[name] = rows.reshape(at.shape + rows.shape[1:])
-        return found
+            return table.quantiles(at.reshape(-1)).reshape(*at.shape, -1)
+
+        return self._each(rows)
 
     def density(self, name: str) -> tuple[Tensor, Tensor]:
         """Points x (P, *shape) and the density there, of a site."""
         if name not in self._tables:
             raise ValueError(f"{name!r} is none of {', '.join(map(repr, self._tables))}.")
-        table = self._tables[name]
-        both = ({name: x} for x in (table.x, table.p))
-        x, p = (self._shaped(b)[name] for b in both)
-        return x, p
+        return self._each(lambda table: table.x)[name], self._each(lambda table: table.p)[name]
 
     def __str__(self) -> str:
         size = sum(table.x.shape[1] for table in self._tables.values())
-        name = max(self.distance, key=lambda n: float(self.distance[n].max()))
-        largest = float(self.distance[name].max())
+        furthest = {n: float(x.max()) for n, x in self.distance.items()}
+        name = max(furthest, key=lambda n: furthest[n])
         first = (
             f"Marginals of {size} numbers, log evidence {self.log_evidence:.2f} nats. The furthest "
-            f"from a Gaussian is one of {name!r}: a total variation of {largest:.3f}."
+            f"from a Gaussian is one of {name!r}: a total variation of {furthest[name]:.3f}."
         )
         return " ".join([first, *self.doubts])
 
 
 def combined(
     components: Sequence[Component], weights: Tensor
-) -> tuple[dict[str, Densities], Draws, tuple[str, ...]]:
-    """Mixtures of marginals by name, their distance from Gaussians, and doubts."""
-    tables, distance, short = {}, {}, 0.0
+) -> tuple[dict[str, Densities], tuple[str, ...]]:
+    """Mixtures of marginals by name, and doubts."""
+    tables, short = {}, 0.0
     for name in components[0].parts:
         parts = [c.parts[name] for c in components]
         tables[name] = mixture(parts, weights)
-        distance[name] = tables[name].from_gaussian
         edges = torch.stack([p.at_edge for p in parts])
         short = max(short, float((weights.to(edges) @ edges).max()))
     doubts = []
@@ -135,7 +136,7 @@ def combined(
             f"In doubt: some densities are still {short:.1g} of their largest value {REACH:g} standard "
             f"deviations out, where they are cut."
         )
-    return tables, distance, tuple(doubts)
+    return tables, tuple(doubts)
 
 
 @torch.no_grad()
@@ -143,12 +144,9 @@ def marginals_of(
     at: Snapshot, names: Sequence[str] | None, num_samples: int, seed: int
 ) -> SiteMarginals:
     """The corrected marginals of a snapshot."""
-    plan = at.call.plan
-    shapes = shapes_of(plan, names)
-    found = component_of(at, list(shapes))
-    tables, distance, doubts = combined([found], torch.ones(1))
+    shapes = shapes_of(at.call.plan, names)
     generator = torch.Generator().manual_seed(seed)
-    draws = found.draws(num_samples, plan, generator)
-    samples = {n: x.reshape(-1, *shapes[n]) for n, x in draws.items()}
-    distance = {n: x.reshape(shapes[n]) for n, x in distance.items()}
-    return SiteMarginals(found.evidence.log_p, samples, distance, doubts, tables, shapes)
+    found = component_of(at, list(shapes), num_samples, generator)
+    tables, doubts = combined([found], torch.ones(1))
+    samples = {n: x.reshape(-1, *shapes[n]) for n, x in found.draws.items()}
+    return SiteMarginals(found.evidence.log_p, samples, doubts, tables, shapes)
