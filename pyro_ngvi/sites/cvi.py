@@ -83,7 +83,8 @@ class Sweep:
 def start_sweeps(values: Tensors) -> State:
     """The memory before the first sweep, from the sites by parameter name."""
     zero, zeros = next(iter(values.values())).new_zeros(()), tree_map(torch.zeros_like, values)
-    prints = {n: nu.new_full((len(nu), nu.shape[1] + 1), torch.inf) for n, nu in _linear(values)}
+    pairs = _pairs(values).items()
+    prints = {n: nu.new_full((len(nu), nu.shape[1] + 1), torch.inf) for n, (nu, _) in pairs}
     memory: State = {"elbo": zero - torch.inf, "gain": zero, "backs": zero.clone()}
     return memory | {"step": zeros, "moment": tree_map(torch.clone, zeros), "print": prints}
 
@@ -140,11 +141,8 @@ def _named(pairs: Pairs) -> Tensors:
 
 
 def _pairs(named: Tensors) -> Pairs:
-    return {name: (nu, named[f"precision_{name}"]) for name, nu in _linear(named)}
-
-
-def _linear(named: Tensors) -> list[tuple[str, Tensor]]:
-    return [(n.removeprefix("linear_"), v) for n, v in named.items() if n.startswith("linear_")]
+    groups = [n.removeprefix("linear_") for n in named if n.startswith("linear_")]
+    return {name: (named[f"linear_{name}"], named[f"precision_{name}"]) for name in groups}
 
 
 @dataclass(frozen=True)
@@ -262,12 +260,9 @@ class CVI(NaturalGradientOptim):
     def step_blocks(self, params: list[Tensor]) -> list[Tensor]:
         """One step; the first of all leaves every other parameter alone: at the prior gradients are so
         large that the moments of Adam would remember them for a thousand steps."""
-        blocks = [block for _, block in self._blocks() if block.fresh]
-        own = {id(p) for block in blocks for p in block.natural_params().values()}
-        if any(id(p) in own for p in params):
-            self._sorted_others({id(p): p for p in params if id(p) not in own}, True)
-            params = [p for p in params if id(p) in own]
-        return super().step_blocks(params)
+        is_first = any(block.fresh for _, block in self._blocks())
+        others = super().step_blocks(params)
+        return [] if is_first else others
 
     def _state_of(self, path: str, block: Any, values: Tensors) -> State:
         state, edition = super()._state_of(path, block, values), block.last_step.edition
