@@ -266,9 +266,7 @@ def _condition(F: Tensor, m: Tensor, P: Tensor) -> tuple[Tensor, Tensor, Tensor]
     identity = _identity(F)
     C, info = torch.linalg.cholesky_ex(identity + F.mT @ P @ F)
     sd = torch.linalg.vector_norm(F, dim=-1).unsqueeze(-1)
-    F = (
-        F / sd
-    )  # F^-1 would mix rows of very different sizes, as a smooth process has in small steps
+    F = F / sd  # as F^-1 would mix rows of very different sizes: a smooth process in small steps
     x, _ = torch.linalg.solve_ex(identity + F @ F.mT @ (sd * P * sd.mT), m / sd)
     return sd * x, C, info
 

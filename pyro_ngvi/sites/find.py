@@ -226,11 +226,10 @@ class _Search:
         for place in sorted(self.first, key=lambda place: place.site is None):  # sites come first
             value = self.first[place]
             trailing = torch.Size(value.shape[rank:])
+            fits = not value.dim() or value.shape[:rank] == self.batch
             if not affine[place]:
                 self.nonlinear.append(place)
-            elif (
-                value.dim() and value.shape[:rank] != self.batch
-            ) or trailing.numel() > MOST_ENTRIES:
+            elif not fits or trailing.numel() > MOST_ENTRIES:
                 continue
             elif not same(others[place], value):
                 self.moved_by_other = True

@@ -75,8 +75,7 @@ class SiteGuide(MadeAtFirstCall):
                 drawn = MeansOfProcesses() if self.inducing is not None else Messenger()
                 with model_under(self, ModuleParams()), model_under(self, drawn):
                     super()._setup_prototype(*args, **kwargs)
-                prototype: Any = self.prototype_trace
-                own = {name for name, _ in prototype.iter_stochastic_nodes()}
+                own = {name for name, _ in self.prototype_trace.iter_stochastic_nodes()}
                 found = first_call(model, drawn, own, args, kwargs, self.latent, self.inducing)
                 self.plan, self.algebra = found
                 self._make_sites(args, kwargs)

@@ -178,11 +178,8 @@ def _filled(value: Tensor, absent: Tensor, fn: Any) -> Tensor:
 
 def minibatch_scale(site: Site) -> float:
     """How many data one of the site stands for, by its subsampled plates."""
-    scale = 1.0
-    for frame in site["cond_indep_stack"]:
-        if frame.full_size is not None and frame.full_size != frame.size:
-            scale *= frame.full_size / frame.size
-    return scale
+    frames = (f for f in site["cond_indep_stack"] if f.full_size not in (None, f.size))
+    return prod((f.full_size / f.size for f in frames), start=1.0)
 
 
 def is_weighted(site: Site, plate: str | None = None) -> bool:
