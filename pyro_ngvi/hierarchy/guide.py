@@ -222,7 +222,8 @@ class AutoHierarchical(MadeAtFirstCall):
             self._setup_prototype(*args, **kwargs)
         with poutine.block():
             self._create_plates(*args, **kwargs)
-        values, nodes = dict(self.globals(*args, **kwargs)), self.prototype_trace.nodes
+        trace: Any = self.prototype_trace
+        values, nodes = dict(self.globals(*args, **kwargs)), trace.nodes
         for name, value in values.items():
             if value.dim() > nodes[name]["value"].dim():
                 raise ValueError(
@@ -330,10 +331,9 @@ class AutoHierarchical(MadeAtFirstCall):
 
     def add(self, count: int) -> None:
         """Make room for ``count`` units more, which come after those of before, by their prior."""
-        every = torch.arange(self.units.countable)
         if not isinstance(count, Integral) or count < 1:
             raise ValueError(f"count is how many units come, at least 1, got {count!r}.")
-        self.sites.keep(every, count)
+        self.sites.keep(torch.arange(self.units.countable), count)
 
     def remove(self, indices: Tensor | Sequence[int]) -> None:
         """Forget the units of these numbers; the others close up."""

@@ -15,7 +15,7 @@ one torch operation of the model's own code, not of handlers, found again in eve
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import log, pi
 from operator import itemgetter
@@ -247,9 +247,7 @@ class ConditionedModel:
 
     def __call__(self, noise: Tensor | None, hidden: bool = True, **options: Any) -> WhitenedRun:
         run = WhitenedRun(self, noise, **options)
-        shield = nullcontext()
-        if hidden:
-            shield = pyro.poutine.block(hide_fn=lambda msg: msg.get("type") != "param")
+        shield = pyro.poutine.block(hide_fn=lambda msg: hidden and msg.get("type") != "param")
         with shield, pyro.validation_enabled(False), run:
             try:
                 with run.operations:
