@@ -250,8 +250,7 @@ class AutoHierarchical(MadeAtFirstCall):
         Arguments: those of the model, whose units are meant.  Those of a unit are of a mixture of its
         Gaussians at 256 draws of the globals (32 for very many units), the same ones at every call.
         """
-        units = self.units
-        levels = levels_like(quantiles, self.sites.linear)
+        units, levels = self.units, levels_like(quantiles, self.sites.linear)
         found = dict(self.globals.quantiles(quantiles))
         with own_random_state(SEED):
             given = self._given_globals(args, kwargs)
@@ -331,9 +330,10 @@ class AutoHierarchical(MadeAtFirstCall):
 
     def add(self, count: int) -> None:
         """Make room for ``count`` units more, which come after those of before, by their prior."""
+        every = torch.arange(self.units.countable)
         if not isinstance(count, Integral) or count < 1:
             raise ValueError(f"count is how many units come, at least 1, got {count!r}.")
-        self.sites.keep(torch.arange(self.units.countable), count)
+        self.sites.keep(every, count)
 
     def remove(self, indices: Tensor | Sequence[int]) -> None:
         """Forget the units of these numbers; the others close up."""

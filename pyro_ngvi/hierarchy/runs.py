@@ -53,10 +53,8 @@ class LocalSite:
 
     def rows(self, value: Tensor) -> Tensor:
         """(..., B, k) of a tensor (..., *shape) in the shape of the site."""
-        if self.axis is None:
-            return value.reshape(*value.shape[: value.dim() - len(self.rest)], 1, self.size)
-        lead = value.dim() - len(self.rest) - 1
-        moved = value.movedim(self.axis, lead)
+        lead = value.dim() - len(self.rest) - (self.axis is not None)
+        moved = value.unsqueeze(lead) if self.axis is None else value.movedim(self.axis, lead)
         return moved.reshape(*moved.shape[: lead + 1], self.size)
 
     def rows_in(self, sites: Sites) -> Tensor:

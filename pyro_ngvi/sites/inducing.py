@@ -61,10 +61,8 @@ class InducingAlgebra(Algebra):
         self.axes = find_axes(plan, call)
         #: the processes at the inputs of the last steps, and of the last draws with their joint q
         self._regressed, self._drawn = Kept(), Kept()
-        if isinstance(inducing, nn.Parameter):
-            self.inducing = inducing  # that of the guide, not a second one
-        else:
-            self.register_buffer("inducing", inducing)
+        self.register_buffer("inducing", None)
+        self.inducing = inducing  # an nn.Parameter is that of the guide, not a second one
 
     def view(self, call: BoundModel) -> View:
         """The maps at the inputs of the call."""

@@ -52,10 +52,8 @@ class SiteGuide(MadeAtFirstCall):
         super().__init__(model)
         self.take_name(name)
         self.latent = latent
-        if isinstance(inducing, nn.Parameter):
-            self.inducing = inducing
-        else:
-            self.register_buffer("inducing", inducing)
+        self.register_buffer("inducing", None)
+        self.inducing = inducing  # an nn.Parameter takes the buffer's place
         self.plan: ModelStructure | None = None
         self.last_step = LastStep()
         self.curvature: Any = None
