@@ -103,12 +103,6 @@ class ChainAlgebra(Algebra):
 
     def _chain(self, call: BoundModel) -> ChainPosterior:
         (prior,) = call.block.values()
-        if prior.event_shape != self.linear.shape:
-            raise ValueError(
-                f"AutoSites: the state-space prior has {prior.event_shape[0]} states in this call, and "
-                f"the guide knows of {len(self.linear)}. To predict, make the chain longer from the "
-                f"start, with NaN for the data that are not there yet."
-            )
         return chain_posterior(prior, self.linear, self.precision)
 
     def sample(self, call: BoundModel, name: str) -> Pairs:
