@@ -123,7 +123,8 @@ class CheckedGraph:
                         continue
                 inputs[:stepped], inputs[state] = results[:stepped], function.state_of(results)
                 losses += new
-                if any(host_bool(finite) is False for finite in function.finite_of(results)):
+                reports = function.reports_of(results).values()
+                if any(host_bool(report.finite) is False for report in reports):
                     break
         finally:
             self.uses += len(losses)

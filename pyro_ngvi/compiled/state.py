@@ -25,52 +25,45 @@ class StepState:
 
     def __init__(self, optim: Any) -> None:
         self.tensors: list[Tensor] = []
-        self._places: list[tuple[dict[str, Any], str, TreeSpec, list[Any]]] = []
-        self._rest: dict[tuple[int, str], Any] = {}
-        self._written: list[_Mark] = []
-        self._marks: list[_Mark] = []
+        #: by attribute its structure, if there are tensors in it, and what is in it, tensors all alike
+        self._forms: dict[tuple[int, str], tuple[TreeSpec | None, list[Any]]] = {}
+        self._marks: dict[tuple[int, str], _Mark] = {}
         self._sizes: list[tuple[dict[str, Any], int]] = []
         for holder in optim.holders() if isinstance(optim, NaturalGradientOptim) else ():
             self._sizes.append((vars(holder), len(vars(holder))))
             for name, value in vars(holder).items():
                 if name in _ELSEWHERE:
                     continue
-                mark = _Mark(vars(holder), name)
                 leaves, spec = tree_flatten(value)
-                if any(_counts(leaf) for leaf in leaves):
-                    rest = [_TENSOR if _counts(leaf) else leaf for leaf in leaves]
-                    self._places.append((vars(holder), name, spec, rest))
-                    self.tensors += [leaf for leaf in leaves if _counts(leaf)]
-                    self._written.append(mark)
-                else:
-                    self._marks.append(mark)
-                    self._rest[id(holder), name] = leaves
+                rest = [_TENSOR if _counts(leaf) else leaf for leaf in leaves]
+                tensors = [leaf for leaf in leaves if _counts(leaf)]
+                self._marks[id(holder), name] = _Mark(vars(holder), name)
+                self._forms[id(holder), name] = spec if tensors else None, rest
+                self.tensors += tensors
 
     def is_untouched(self) -> bool:
         """Whether every attribute still holds the very object that it held here, or was written."""
         return all(len(own) == size for own, size in self._sizes) and all(
-            mark.holds() for mark in (*self._written, *self._marks)
+            mark.holds() for mark in self._marks.values()
         )
 
     def differs(self, other: StepState) -> str | None:
         """The first attribute that is not the same in ``other``, tensors apart."""
-        mine, others = ({(id(p[0]), p[1]): p for p in s._places} for s in (self, other))
-        for key in [*mine, *others]:
-            a, b = mine.get(key), others.get(key)
-            if a is None or b is None or a[2] != b[2] or not _same(a[3], b[3]):
-                return key[1]
-        for key in [*self._rest, *other._rest]:
-            if not _same(self._rest.get(key), other._rest.get(key)):
+        for key in self._forms | other._forms:
+            a, b = self._forms.get(key), other._forms.get(key)
+            if a is None or b is None or a[0] != b[0] or not _same(a[1], b[1]):
                 return key[1]
         return None
 
     def write(self, tensors: list[Tensor]) -> None:
         """Put ``tensors`` in the places of those that were there."""
         self.tensors, following = tensors, iter(tensors)
-        for attributes, name, spec, rest in self._places:
-            leaves = [next(following) if leaf is _TENSOR else leaf for leaf in rest]
-            attributes[name] = tree_unflatten(leaves, spec)
-        self._written = [_Mark(attributes, name) for attributes, name, _, _ in self._places]
+        for key, (spec, rest) in self._forms.items():
+            if spec is not None:
+                attributes, name = self._marks[key].attributes, key[1]
+                leaves = [next(following) if leaf is _TENSOR else leaf for leaf in rest]
+                attributes[name] = tree_unflatten(leaves, spec)
+                self._marks[key] = _Mark(attributes, name)
 
 
 class _Mark:
@@ -91,8 +84,7 @@ def _counts(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)
 
 
-def _same(a: Any, b: Any) -> bool:
-    if a is None or b is None or len(a) != len(b):
-        return False
+def _same(a: list[Any], b: list[Any]) -> bool:
     plain = (int, float, str, bool, type(None))
-    return all(x is y or (isinstance(x, plain) and x == y) for x, y in zip(a, b, strict=True))
+    pairs = zip(a, b, strict=False)
+    return len(a) == len(b) and all(x is y or (isinstance(x, plain) and x == y) for x, y in pairs)

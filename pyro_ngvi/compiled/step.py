@@ -93,14 +93,11 @@ class StepFunction:
         """The new state among the results."""
         return results[len(results) - len(self.state.tensors) :]
 
-    def finite_of(self, results: Sequence[Tensor]) -> list[Tensor]:
-        """Whether each block has taken the step, 0-dim tensors."""
-        first, found = len(self.stepped) + 1, []
-        for report in self._reports.values():
-            names = list(vars(report))
-            found.append(results[first + names.index("finite")])
-            first += len(names)
-        return found
+    def reports_of(self, results: Sequence[Tensor]) -> dict[str, Any]:
+        """What the rule reports of each block, among the results."""
+        rest = iter(results[len(self.stepped) + 1 :])
+        reports = self._reports.items()
+        return {k: replace(r, **{n: next(rest) for n in vars(r)}) for k, r in reports}
 
     def whole(self) -> Any:
         """Around a step: undo it where it raises, if a rule of ours takes it."""
@@ -115,10 +112,7 @@ class StepFunction:
                 self._write(results)
                 raise
             if self.natural:
-                rest, reports = iter(results[len(self.stepped) + 1 :]), {}
-                for k, r in self._reports.items():
-                    reports[k] = replace(r, **{n: next(rest) for n in vars(r)})
-                self.svi.optim.take_reports(reports)
+                self.svi.optim.take_reports(self.reports_of(results))
             self.step_others(self.gradients_of(results))
 
     @torch.no_grad()

@@ -12,6 +12,7 @@ import os
 import pickle
 from collections.abc import Mapping
 from functools import partial
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
@@ -134,10 +135,8 @@ def restore(
     """Put what :func:`collect` gave into a loop made anew."""
     guide, model, optim = svi.guide, svi.model, svi.optim
     own = saved["guide"]
-    for what, now, then in (
-        ("guide", guide, own["name"]),
-        ("optimizer", optim, saved["optim"]["name"]),
-    ):
+    names = {"guide": (guide, own["name"]), "optimizer": (optim, saved["optim"]["name"])}
+    for what, (now, then) in names.items():
         if called(now) != then:
             raise ValueError(
                 f"{path} is of a run with the {what} {then}, and this one has {called(now)}."
@@ -150,7 +149,9 @@ def restore(
     if isinstance(guide, nn.Module):
         # guides of ours that do not know their sites yet keep it, and do not search for a start
         guide.load_state_dict(own["state"], strict=False)
-    _step_dry(svi, args, kwargs)
+    # a step without its end: guide and model make their parameters, and the loss knows the model
+    with gradients_taken_back(block for _, block in find_blocks(guide)):
+        svi.loss_and_grads(model, guide, *args, **kwargs)
     if _latents(guide) != own["latents"]:
         raise ValueError(
             f"{path} is of another model: its latent sites are {_listed(own['latents'])}, and here "
@@ -179,8 +180,8 @@ def write(path: str | os.PathLike[str], tree: Any) -> None:
     beside = path.with_name(path.name + ".tmp")
     with open(beside, "wb+") as file:
         torch.save(tree, file)
-        size = file.tell()
-        file.write(_digest(file, size))
+        file.flush()
+        file.write(_digest(file, file.tell()))
         file.flush()
         os.fsync(file.fileno())
     try:
@@ -206,6 +207,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise FileNotFoundError(f"load: there is no file {path}.")
     with open(path, "rb") as file:
         size = file.seek(0, os.SEEK_END) - DIGEST().digest_size
+        file.seek(max(size, 0))
         whole = size > 0 and _digest(file, size) == file.read()
     try:
         tree = torch.load(path, weights_only=True, map_location="cpu") if whole else None
@@ -225,19 +227,9 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _digest(file: Any, size: int) -> bytes:
-    """Of the first ``size`` bytes of a file, behind which it stays."""
-    digest, _ = DIGEST(), file.seek(0)
-    while size:
-        block = file.read(min(size, 1 << 20))
-        digest.update(block)
-        size -= len(block)
-    return digest.digest()
-
-
-def _step_dry(svi: SVI, args: Any, kwargs: Any) -> None:
-    """A step without its end: guide and model make their parameters, and the loss knows the model."""
-    with gradients_taken_back(block for _, block in find_blocks(svi.guide)):
-        svi.loss_and_grads(svi.model, svi.guide, *args, **kwargs)
+    """Of the first ``size`` bytes of a file."""
+    with mmap(file.fileno(), size, access=ACCESS_READ) as first:
+        return DIGEST(first).digest()
 
 
 def bare(maker: Any) -> Any:

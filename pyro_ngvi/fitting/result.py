@@ -35,17 +35,6 @@ HELD = 50_000_000
 VALUES = 1_000_000_000
 #: data above which their likelihoods and predictions at 1,000 draws are not held unasked: 400 MB each
 MANY = 100_000
-#: what is read off a fit, and kept until its next step
-READ = (
-    "khat",
-    "diagnosis",
-    "verdict",
-    "_verdict_in_words",
-    "_idata",
-    "_structure",
-    "_first",
-    "_flat",
-)
 
 
 class Result:
@@ -81,8 +70,9 @@ class Result:
     def _forget(self) -> None:
         """What was read before is no longer so."""
         self._loo: dict[str | None, Any] = {}
-        for name in READ:
-            vars(self).pop(name, None)
+        for name, held in vars(Result).items():
+            if isinstance(held, cached_property):
+                vars(self).pop(name, None)
 
     def put_back(self) -> None:
         """Before anything is read."""
