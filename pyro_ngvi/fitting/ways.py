@@ -22,7 +22,7 @@ from ..probing.jumps import PAIRS, jumping_sites
 from ..runtime.density import innermost, is_latent
 from ..runtime.model_density import ModelDensity
 from ..runtime.pyro_adapter import is_marked
-from ..runtime.run import CannotBatch, look
+from ..runtime.run import look
 from ..runtime.store import ModuleParams
 from ..sites.site_guide import SiteGuide
 from .advice import sites_take
@@ -104,7 +104,7 @@ def _way_of_cut(flat: dict[str, bool]) -> str:
 
 def flat_in(model: Any, guide: Any, args: Any, kwargs: Any) -> dict[str, bool]:
     """:func:`pyro_ngvi.probing.flat.flat_sites` at draws of a guide; none where these fail."""
-    failures = suppress(CannotBatch, ValueError, RuntimeError, NotImplementedError)
+    failures = suppress(ValueError, RuntimeError)
     with failures, own_random_state(0), poutine.block(), ModuleParams(), torch.no_grad():
         values, _ = guide_draws(partial(guide, *args, **kwargs), TRIED)
         return flat_sites(model, values, args, kwargs)
@@ -112,7 +112,7 @@ def flat_in(model: Any, guide: Any, args: Any, kwargs: Any) -> dict[str, bool]:
 
 
 def _way_of_jump(guide: Any, model: Any, args: Any, kwargs: Any) -> str:
-    with suppress(CannotBatch, ValueError, RuntimeError), own_random_state(0):
+    with suppress(ValueError, RuntimeError), own_random_state(0):
         density = ModelDensity(model, args, kwargs)
         values, _ = guide_draws(partial(guide, *args, **kwargs), 2 * PAIRS)
         for name in jumping_sites(density, density.pack(values).detach()):
@@ -126,8 +126,7 @@ def _way_of_jump(guide: Any, model: Any, args: Any, kwargs: Any) -> str:
 def way_of_effect(model: Any, args: Any, kwargs: Any) -> str:
     """What suits a model with an effect better than one Gaussian, in words; empty where it has none:
     as the scale of an effect z goes to 0 either its prior narrows, or data cease to depend on z."""
-    failures = suppress(ValueError, RuntimeError, NotImplementedError)
-    with failures, own_random_state(0), poutine.block(), ModuleParams():
+    with suppress(ValueError, RuntimeError), own_random_state(0), poutine.block(), ModuleParams():
         return _way(model, args, kwargs)
     return ""
 
