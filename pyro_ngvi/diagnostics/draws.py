@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from ..linalg.host import is_coarse
-from ..runtime.checks import LatentSupports, check_data, plain_support
+from ..runtime.checks import LatentSupports, check_data
 from ..runtime.density import (
     Kind,
     Site,
@@ -27,6 +27,7 @@ from ..runtime.density import (
     is_auxiliary,
     is_latent,
     is_minibatch,
+    plain_support,
     site_kind,
     site_log_prob,
 )

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributions import Transform, constraints
 
 from ..families.base import log_normal
-from ..runtime.checks import plain_support
+from ..runtime.density import plain_support
 from ..runtime.pyro_adapter import forget_cached, with_inner
 
 #: kinds of layers

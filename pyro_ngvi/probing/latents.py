@@ -32,7 +32,7 @@ from torch.distributions import (
 
 from ..linalg.host import fixed_normal, own_random_state
 from ..runtime.checks import bounds, check_whole_plates, moved
-from ..runtime.density import Sites, innermost, is_minibatch, sum_log_prob
+from ..runtime.density import Sites, innermost, is_minibatch, plain_support, sum_log_prob
 from ..runtime.pyro_adapter import masks_of
 from ..runtime.run import Minibatches, run_plainly
 
@@ -99,16 +99,12 @@ def check_latents(
 
 def _hides_bounds(fn: Any) -> bool:
     """Whether a distribution moves one with bounds, and does not move these."""
-    kind = type(fn)
-    moved = (
-        isinstance(fn, TransformedDistribution) and kind.support is TransformedDistribution.support
+    return (
+        isinstance(fn, TransformedDistribution)
+        and type(fn).support is TransformedDistribution.support
+        and all(isinstance(t, AffineTransform) for t in fn.transforms)
+        and not isinstance(plain_support(fn.base_dist.support), type(constraints.real))
     )
-    if not (moved and all(isinstance(t, AffineTransform) for t in fn.transforms)):
-        return False
-    support: Any = fn.base_dist.support
-    while hasattr(support, "base_constraint"):
-        support = support.base_constraint
-    return not isinstance(support, type(constraints.real))
 
 
 def _elsewhere(sites: Sites, share: float) -> Values:

@@ -16,7 +16,6 @@ import torch
 from pyro.infer.autoguide import AutoGuide
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
-from torch.distributions import constraints
 from torch.distributions.constraints import Constraint
 
 from ..linalg.host import at_hand, host_bool
@@ -281,10 +280,3 @@ def moved(before: list[Any], now: list[Any], ask: Any = host_bool) -> bool:
             if not torch.isclose(a.double(), b.double(), rtol=1e3 * eps, atol=0.0).all():
                 return True
     return False
-
-
-def plain_support(support: Any) -> Any:
-    """A support without the ``independent`` around it."""
-    while isinstance(support, constraints.independent):
-        support = support.base_constraint  # pyright: ignore[reportAttributeAccessIssue]
-    return support

@@ -265,14 +265,19 @@ def to_unconstrained(transform: Any, value: Tensor) -> Tensor:
     return value[..., :-1].clamp_min(least).log() - rest.log() + parts.log()
 
 
+def plain_support(support: Any) -> Any:
+    """A support without ``independent`` around it; of a mixture that of its components."""
+    while hasattr(support, "base_constraint"):
+        support = support.base_constraint
+    return support
+
+
 def _where_components_are(registry: Any) -> Callable[[Any], Any]:
     """The support of a mixture is that of its components, if it is one."""
 
     def transform(support: Any) -> Any:
-        base = one = support.base_constraint
-        while hasattr(one, "base_constraint"):
-            one = one.base_constraint
-        if any(isinstance(x, Tensor) and x.dim() > 0 for x in vars(one).values()):
+        base = support.base_constraint
+        if any(isinstance(x, Tensor) and x.dim() > 0 for x in vars(plain_support(base)).values()):
             raise NotImplementedError(
                 "A latent MixtureSameFamily has components with bounds of their own, as those of "
                 "Uniform. Sample the site within the bounds of all, and add the difference of the two "
