@@ -176,9 +176,8 @@ class KHat:
     @property
     def resampling(self) -> str:
         """The call for resampled draws."""
-        if self.wanted:
-            return f'to_arviz(..., resample="psis", num_samples={self.wanted})'
-        return 'to_arviz(..., resample="psis")'
+        more = f", num_samples={self.wanted}" * bool(self.wanted)
+        return f'to_arviz(..., resample="psis"{more})'
 
     @property
     def ended(self) -> bool:

@@ -59,19 +59,20 @@ def check_latents(
                 f'pyro.deterministic("{name}", loc + scale * x).'
             )
 
-    def run(values: Values) -> Sites:
-        with poutine.block(), own_random_state(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return run_plainly(model, values, args, kwargs, Minibatches())
-
     masked = {name: mask for name, site in sites.items() if (mask := _masked(site)).any()}
     if not masked and not any(isinstance(v, Tensor) for found in supports.values() for v in found):
         return
     values = _elsewhere(sites, 1.0)
+
+    def run(at: Values) -> Sites:
+        with poutine.block(), own_random_state(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return run_plainly(model, values | at, args, kwargs, Minibatches())
+
     leaves = {name: values[name].clone().requires_grad_() for name in masked}
     try:
         with torch.enable_grad():
-            again = run(values | leaves)
+            again = run(leaves)
     except Exception:  # whatever a model may raise at values that are not its own choice
         return
     for name, before in supports.items():
@@ -84,9 +85,7 @@ def check_latents(
                 f"write x = s * pyro.sample('u', Uniform(0, 1)), or detach s."
             )
     try:
-        unseen = _unseen(
-            masked, leaves, again, lambda at: run(values | at), _elsewhere(sites, -3.0)
-        )
+        unseen = _unseen(masked, leaves, again, run, _elsewhere(sites, -3.0))
     except Exception:  # a density may not be defined there
         return
     for name, lost in unseen.items():
