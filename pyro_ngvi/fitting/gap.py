@@ -104,8 +104,12 @@ class GapMeter:
     def resolves(self) -> bool:
         """Whether the shift of a Hessian product is more than a step between numbers of the dtype."""
         with self._at_answer():
-            both = zip(self._each("mean"), self._each("stddev"), strict=True)
-            return not any(bool(is_coarse(mean, sd, mean.dtype).any()) for mean, sd in both)
+            parts = zip(self.families, self.params, strict=True)
+            for family, params in parts:
+                mean, sd = family.mean(params), family.stddev(params)
+                if bool(is_coarse(mean, sd, mean.dtype).any()):
+                    return False
+        return True
 
     def widen(self) -> None:
         """Take twice as many gradients from now on."""
@@ -148,7 +152,8 @@ class GapMeter:
         with self._at_answer():
             best, before = min(1.0, 2.0 * gap.nats / energy), self._mean_loss(n)
             for part in (best, 0.5 * best, 0.25 * best):
-                self._hold(self._each("retract", x, [-part] * len(x)))
+                parts = zip(self.families, self.params, x, strict=True)
+                self._hold([f.retract(p, u, -part) for f, p, u in parts])
                 if self._mean_loss(n) < before:
                     return True
             self._hold(self.params)
@@ -160,12 +165,8 @@ class GapMeter:
 
     def _far(self) -> float:
         """Nats from which natural gradients go the way: all latent variables are some sds off."""
-        return float(sum(self._each("dim")))
-
-    def _each(self, method: str, *parts: list[Any]) -> list[Any]:
-        """A method of each family, of its parameters and its part of lists."""
-        each = zip(self.families, self.params, *parts, strict=True)
-        return [getattr(family, method)(params, *own) for family, params, *own in each]
+        parts = zip(self.families, self.params, strict=True)
+        return float(sum(family.dim(params) for family, params in parts))
 
     def _mean_gradient(self) -> Parts:
         """Of the noise behind a, where the parameters are now."""
@@ -182,7 +183,7 @@ class GapMeter:
             return sum(float(self._gradient(self._first + _number(1, s))) for s in range(n)) / n
 
     def _solve(self, a: Parts, others: list[Parts], tol: float) -> tuple[Gap, Parts]:
-        x, residual, direction = _times(0.0, a), a, self._each("natural_gradient", a)
+        x, residual, direction = _times(0.0, a), a, self._natural(a)
         start = square = _dot(residual, direction)
         if start == 0.0:  # not even noise: a gradient of zero
             return Gap(0.0, 0.0, self._taken), x
@@ -197,11 +198,12 @@ class GapMeter:
                 return Gap(gap.nats, gap.error, self._taken, curved=flat), x
             step = square / curvature
             x, residual = _add(x, step, direction), _add(residual, -step, product)
-            slope, error = _slope(x, others)
-            gap = Gap(0.5 * slope, 0.5 * error, self._taken)
+            terms = torch.tensor([0.5 * _dot(x, b) for b in others], dtype=torch.float64)
+            error = float(terms.std()) / math.sqrt(len(others))
+            gap = Gap(float(terms.mean()), error, self._taken)
             if gap.is_above(tol):
                 break
-            natural = self._each("natural_gradient", residual)
+            natural = self._natural(residual)
             last, square = square, _dot(residual, natural)
             if square <= RESIDUAL * start:
                 break
@@ -210,14 +212,18 @@ class GapMeter:
 
     def _is_flat(self, direction: Parts, curvature: float, others: list[Parts]) -> bool:
         """Whether a direction gains nothing: no slope but noise, and -H small, or the shift too far."""
-        slope, error = _slope(direction, others)
-        return (
-            not abs(slope) > 2.0 * error and not -FAR < curvature / self._inner(direction) < -FLAT
-        )
+        slopes = torch.tensor([_dot(direction, b) for b in others], dtype=torch.float64)
+        steep = abs(float(slopes.mean())) > 2.0 * float(slopes.std()) / math.sqrt(len(others))
+        return not steep and not -FAR < curvature / self._inner(direction) < -FLAT
 
     def _inner(self, tangent: Parts) -> float:
         """The squared Fisher length of a tangent."""
-        return sum(map(float, self._each("inner", tangent, tangent)))
+        parts = zip(self.families, self.params, tangent, strict=True)
+        return sum(float(f.inner(p, u, u)) for f, p, u in parts)
+
+    def _natural(self, gradient: Parts) -> Parts:
+        parts = zip(self.families, self.params, gradient, strict=True)
+        return [family.natural_gradient(params, g) for family, params, g in parts]
 
     def _hessian_product(self, tangent: Parts, a: Parts) -> Parts:
         """H times a tangent, a gradient, of the noise behind a."""
@@ -254,8 +260,8 @@ class GapMeter:
     def _moved(self, tangent: Parts, step: float) -> Iterator[None]:
         """With the parameters moved straight along a tangent."""
         try:
-            pairs = zip(self.params, self._each("push", tangent), strict=True)
-            self._hold([{k: p[k] + step * v for k, v in u.items()} for p, u in pairs])
+            parts = zip(self.families, self.params, tangent, strict=True)
+            self._hold([{k: p[k] + step * v for k, v in f.push(p, u).items()} for f, p, u in parts])
             yield
         finally:
             self._hold(self.params)
@@ -300,12 +306,6 @@ def _number(half: int, s: int) -> int:
 
 def _dot(a: Parts, b: Parts) -> float:
     return sum(float(dot(u, v)) for u, v in zip(a, b, strict=True))
-
-
-def _slope(tangent: Parts, gradients: list[Parts]) -> tuple[float, float]:
-    """The mean of gradients along a tangent, and its standard error."""
-    slopes = torch.tensor([_dot(tangent, b) for b in gradients], dtype=torch.float64)
-    return float(slopes.mean()), float(slopes.std()) / math.sqrt(len(gradients))
 
 
 def _add(a: Parts, factor: float, b: Parts) -> Parts:

@@ -111,6 +111,11 @@ class StopRule:
         max_time: float | None = None,
         newton: bool = False,
     ) -> None:
+        if not isinstance(svi, SVI):
+            raise ValueError(
+                f"StopRule looks at a pyro.infer.SVI, and got {type(svi).__name__}. Make it with the "
+                f"SVI of the loop: stop = StopRule(svi)."
+            )
         self.svi: Any = svi
         self._alone = svi.alone if isinstance(svi, DistributedSVI) else svi
         self._loss = getattr(self._alone.loss_and_grads, "__self__", None)
