@@ -261,9 +261,7 @@ def test_the_divergence_that_steps_are_held_against(kind: str) -> None:
     then = scores.held(400 if kind == "mixture" else 5_000)  # one by one
     before = then().detach()
     torch.manual_seed(1)
-    references = [
-        SelfDivergence(scores).reference() for _ in range(8 if kind == "mixture" else 20)
-    ]
+    references = [SelfDivergence(scores).reference() for _ in range(8 if kind == "mixture" else 20)]
     with torch.no_grad():
         assert references[0]().abs() < 1e-12
     # after a small step D is of second order and never negative; after a large one a factor is seen
