@@ -169,7 +169,7 @@ class Embedding(Layer):
 
 @dataclass(frozen=True)
 class Generic(Layer):
-    """A ``function`` that is linear in x and in its weight, such as a convolution: one vjp a row."""
+    """Any other ``function`` that is linear in x and in its weight: one vjp for each row."""
 
     function: Callable[..., Tensor]
     settings: dict[str, Any]
