@@ -80,7 +80,7 @@ def check_taps(
         for where in places:
             part(times, where).add_(1.0)
         if bool((times > 1.0).any()):
-            taps.tied.add(name)
+            taps.tied[name] = len(places)
     taps.clear()
 
 

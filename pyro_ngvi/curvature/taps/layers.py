@@ -101,6 +101,32 @@ class Linear(Layer):
 
 
 @dataclass(frozen=True)
+class Conv(Layer):
+    """Convolution of any dimension: x (n, c, *in), W (o, c / groups, *kernel), out (n, o, *out)."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]  # as F.pad takes it: last dimension first, left and right
+    dilation: tuple[int, ...]
+    groups: int
+
+    def row_size(self, g: Tensor) -> int:
+        columns = self.groups * prod(self.shape[1:]) * prod(g.shape[-len(self.stride) :])
+        return prod(self.shape) + 2 * columns
+
+    def rows(self, x: Tensor, g: Tensor) -> Tensor:
+        r, k = len(g), len(self.stride)
+        a = F.pad(x, self.padding)
+        steps = zip(self.stride, self.dilation, self.shape[2:], strict=True)
+        for j, (step, gap, size) in enumerate(steps):
+            a = a.unfold(2 + j, gap * (size - 1) + 1, step)[..., ::gap]
+        # (r, c, *out, *kernel) -> (r, groups, out, c / groups * kernel)
+        a = a.unflatten(1, (self.groups, -1)).movedim(2, 2 + k)
+        a = a.flatten(2 + k).flatten(2, 1 + k)
+        gradient = g.reshape(r, self.groups, self.shape[0] // self.groups, -1) @ a
+        return gradient.reshape(r, *self.shape)
+
+
+@dataclass(frozen=True)
 class Add(Layer):
     """out = x + b, b a bias, broadcast over data and over ``places`` at the end of the output."""
 
@@ -214,6 +240,24 @@ def _layer(
     return find
 
 
+def _conv(
+    shape: tuple[int, ...], stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
+) -> Conv:
+    def repeat(x: Any) -> tuple[int, ...]:
+        numbers = (x,) if isinstance(x, int) else tuple(x)
+        return numbers * k if len(numbers) == 1 else numbers
+
+    k = len(shape) - 2
+    gaps = repeat(dilation)
+    if padding == "same":
+        spans = [gap * (size - 1) for gap, size in zip(gaps, shape[2:], strict=True)]
+        sides = [(span // 2, span - span // 2) for span in spans]
+    else:
+        sides = [(m, m) for m in repeat(0 if padding == "valid" else padding)]
+    pads = tuple(m for pair in reversed(sides) for m in pair)
+    return Conv(shape, repeat(stride), pads, gaps, groups)
+
+
 def _generic(function: Any) -> Callable[..., Generic]:
     return lambda shape, **settings: Generic(shape, function, settings)
 
@@ -276,7 +320,7 @@ for _owner, _names, _find in (
     (Tensor, "mul __mul__ __rmul__", _mul),
 ):
     LAYERS |= {getattr(_owner, name): _find for name in _names.split()}
-for _name, _names in (("conv", _CONV), ("conv_transpose", _TRANSPOSED)):
-    for _k in (1, 2, 3):
-        _function = getattr(F, f"{_name}{_k}d")
-        LAYERS[_function] = _layer(_generic(_function), _names, _k)
+for _k in (1, 2, 3):
+    _function = getattr(F, f"conv_transpose{_k}d")
+    LAYERS[getattr(F, f"conv{_k}d")] = _layer(_conv, _CONV, _k)
+    LAYERS[_function] = _layer(_generic(_function), _TRANSPOSED, _k)

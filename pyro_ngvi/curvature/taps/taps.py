@@ -189,7 +189,7 @@ class LayerTaps:
         undecided: whether some latent had no gradient when it was checked, so that nothing was seen.
         observed: the site whose log_prob numbers the data; ``data_dims``: its dimensions.
         expected: the uses and observed sites of the checked run.
-        tied: the sites of which several uses share entries of the value.
+        tied: by site, the number of its uses, where some share entries of its value.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class LayerTaps:
         self.undecided = False
         self.observed, self.data_dims = "", 0
         self.expected: tuple[list[Use], list[str]] = [], []
-        self.tied: set[str] = set()
+        self.tied: dict[str, int] = {}
         self.clear()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -236,7 +236,7 @@ class LayerTaps:
         """H_W by site, as far as it is known, after a backward pass of an average over S particles."""
         factor, result = self.factor(num_particles), {}
         for name in self.sites if factor else ():
-            for run in self.runs:
+            for run in self.runs:  # where the loss does not depend on one of several uses
                 if name in run.waiting:
                     self._square_together(run.waiting.pop(name))
             shape, total = self.twins[name].shape, self._totals.get(name)
@@ -263,11 +263,14 @@ class LayerTaps:
         return x, g.detach().to(dtype).flatten(1, self.data_dims)
 
     def take(self, run: Run, use: Use, x: Tensor | None, g: Tensor) -> None:
-        """Square what has come to a use, where it is tied when all of its kind have come."""
-        if use.site in self.tied:
-            run.waiting.setdefault(use.site, []).append((use, x, g))
-        else:
+        """Square what has come to a use, where it is tied when the last of its kind has come."""
+        if use.site not in self.tied:
             self._add(use.site, use.place, use.layer.squares(x, g, self.budget))
+            return
+        members = run.waiting.setdefault(use.site, [])
+        members.append((use, x, g))
+        if len(members) == self.tied[use.site]:
+            self._square_together(run.waiting.pop(use.site))
 
     def _square_together(self, members: list[Member]) -> None:
         """Several uses of one site's value: the sum of their gradients is squared."""
