@@ -107,6 +107,7 @@ class Advice:
     Attributes:
         reasons: a clause for each choice, as which it prints.
         recipe: names from which ``advise`` makes the same again; ``None`` for the user's own objects.
+        units: those that were found in these data, for a guide of units.
     """
 
     model: Any
@@ -115,12 +116,14 @@ class Advice:
     loss: Any
     reasons: tuple[str, ...]
     recipe: dict[str, Any]
+    units: Any = None
 
-    def svi(self) -> SVI:
-        """The parts put together."""
+    def svi(self, *, known: bool = False) -> SVI:
+        """The parts put together; if ``known`` for these data, whose units are not looked for again."""
         guide = self.guide
         if _is_maker(guide):
-            guide = guide(self.model)
+            found = {"locals": self.units} if known and self.units is not None else {}
+            guide = guide(self.model, **found)
             if not isinstance(guide, OwnName) and isinstance(guide, AutoGuide):
                 # Pyro calls all guides of a class the same, and a second one takes over the first
                 rename(guide, claim_name(type(guide).__name__))
@@ -184,10 +187,11 @@ def advise(
     guide = _named("guide", guide, GUIDES, AutoGuide) if isinstance(guide, str) else guide
     rule = _named("optim", optim, OPTIMS, PyroOptim) if isinstance(optim, str) else optim
     own_loss, why_guide, why_rule = loss is not None, "as given", "as given"
-    is_prior, structure = False, None
+    is_prior, structure, units = False, None, None
     if guide is None:
         structure = Structure(model, args, kwargs)
         (guide, why_guide), is_prior = structure.guide(), structure.is_prior
+        units = structure.units if guide is AutoHierarchical else None
     kind = bare(guide) if _is_maker(guide) else type(guide)
     if rule is None:
         rule, why_rule = _rule_for(kind, guide)
@@ -222,7 +226,7 @@ def advise(
         "loss": None if own_loss else "chosen",
         "num_particles": None if own_loss else loss.num_particles,
     }
-    return Advice(model, guide, rule, loss, reasons, recipe)
+    return Advice(model, guide, rule, loss, reasons, recipe, units)
 
 
 def _named(what: str, name: str, places: tuple[Any, ...], of: type) -> Any:

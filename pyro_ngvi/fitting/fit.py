@@ -69,7 +69,7 @@ class Fit(Result):
         check_names(kwargs)
         super().__init__(advice.model, args, kwargs)
         self.advice = advice
-        self.svi: Any = advice.svi()
+        self.svi: Any = advice.svi(known=True)
         fits = distributed is None or isinstance(distributed, Mapping)
         require(fits, "distributed", "be a dict, as {'plates': ['data']}", distributed)
         self.distributed = None if distributed is None else dict(distributed)

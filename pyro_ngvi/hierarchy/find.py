@@ -26,10 +26,12 @@ from .units import Units
 MOST_ENTRIES, MOST_OF_BLOCK = 64, 512
 
 
-def find_units(model: Model, args: Any, kwargs: Any, wanted: Sequence[str] | None) -> Units:
+def find_units(model: Model, args: Any, kwargs: Any, wanted: Sequence[str] | Units | None) -> Units:
     """The units of a model at these arguments: those with the latent sites ``wanted``, or the entries
     of the largest plate that has Gaussian ones; one block where they are not independent, or where
     other effects have scales of their own too, as crossed and nested ones do."""
+    if isinstance(wanted, Units):
+        return wanted
     with poutine.block(), own_random_state(), torch.no_grad():
         with InitMessenger(_start):
             sites = run_plainly(model, {}, args, kwargs, Minibatches())

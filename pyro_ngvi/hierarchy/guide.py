@@ -65,8 +65,8 @@ class AutoHierarchical(MadeAtFirstCall):
     Args:
         model: a Pyro model whose units, or whose block, are Gaussian given its other latent sites.
         globals: a guide class, or a function of a model that gives a guide.
-        locals: names of the units' latent sites, all in one plate, or of the block's; found where not
-            given.
+        locals: names of the units' latent sites, all in one plate, or of the block's, or the ``units``
+            of another guide of the model and its data; found where not given.
         name: name of the guide in Pyro's parameter store.
 
     Raises:
@@ -98,13 +98,13 @@ class AutoHierarchical(MadeAtFirstCall):
         self,
         model: Callable[..., Any],
         globals: Callable[..., Any] = AutoFullRankNormal,
-        locals: Sequence[str] | None = None,
+        locals: Sequence[str] | Units | None = None,
         *,
         name: str | None = None,
     ) -> None:
         super().__init__(model)
         self.take_name(name)
-        self._wanted = None if locals is None else list(locals)
+        self._wanted = locals if isinstance(locals, Units | None) else list(locals)
         self._units: Units | None = None
         outer: Any = poutine.block(model, hide_fn=self._is_local)
         # a search for a start would see the units at random draws from their prior

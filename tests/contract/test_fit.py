@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import pyro_ngvi as ngvi
 from pyro_ngvi.fitting.progress import Progress
 from pyro_ngvi.fitting.ways import way_of_effect, way_on
+from pyro_ngvi.hierarchy.probe import probed
 from tests.contract import export_examples
 from tests.contract.registry import data, regression
 
@@ -357,6 +358,25 @@ def test_advice_by_the_structure_of_the_model() -> None:
     assert ngvi.advise(units, torch.ones(1)).guide is ngvi.AutoFullRankNormal
     assert ngvi.advise(wide, 1001).guide is ngvi.AutoFactorNormal
     assert ngvi.advise(wide, 100_001).guide is ngvi.AutoMeanFieldNormal
+
+
+def test_units_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    y, runs = torch.linspace(-1.0, 1.0, 6), []
+
+    def counted(*args: Any, **how: Any) -> Any:
+        runs.append(args)
+        return probed(*args, **how)
+
+    monkeypatch.setattr("pyro_ngvi.hierarchy.find.probed", counted)
+    how: Any = {"max_steps": 3, "seed": 0, "progress": False}
+    found, named = ngvi.fit(units, y, **how), ngvi.fit(units, y, guide="AutoHierarchical", **how)
+    assert type(found.guide) is ngvi.AutoHierarchical and len(runs) == 2
+    assert np.array_equal(found.losses, named.losses)
+    # an advice on few data may be followed with more
+    ngvi.advise(units, y[:3]).svi().step(y)
+    again = ngvi.AutoHierarchical(units, locals=found.guide.units)
+    again(y)
+    assert len(runs) == 4 and again.units == found.guide.units
 
 
 @pytest.mark.parametrize("named", [False, True])
