@@ -55,8 +55,12 @@ def check_seen(call: BoundModel) -> None:
 def _allowed(site: Site) -> Tensor:
     """Which data the likelihood can produce, or are not there (or hidden by a mask)."""
     allowed = unwrapped(site).support.check(site["value"])
-    mask = True if site["mask"] is None else aligned(site["mask"], site, allowed)
-    return allowed | missing(site) | ~torch.as_tensor(mask, device=allowed.device)
+    mask, absent = site["mask"], missing(site)
+    if mask is False:
+        return torch.ones_like(allowed)
+    if isinstance(mask, Tensor):
+        allowed = allowed | ~aligned(mask, site, allowed)
+    return allowed if absent is None else allowed | absent
 
 
 def check_support(site: Site) -> None:

@@ -158,9 +158,12 @@ def data_shape(site: Site) -> torch.Size:
     return torch.Size(unwrapped(site).batch_shape)
 
 
-def missing(site: Site) -> Tensor:
-    """Which data are NaN: bool, ``data_shape``."""
-    absent = site["value"].isnan()
+def missing(site: Site) -> Tensor | None:
+    """Which data are NaN: bool, ``data_shape``; ``None`` for whole numbers, of which none can be."""
+    value = site["value"]
+    if not value.is_floating_point():
+        return None
+    absent = value.isnan()
     events = len(unwrapped(site).event_shape)
     return absent.flatten(absent.dim() - events).any(-1) if events else absent
 
@@ -193,8 +196,11 @@ def data_terms(site: Site, scaled: bool = True) -> Tensor:
     """log p of each datum, ``data_shape``, in nats: with masks, without the scale of a minibatch, and
     with other scales if ``scaled``.  A datum that is NaN is missing, and its term 0."""
     fn, value, absent = unwrapped(site), site["value"], missing(site)
-    terms = fn.log_prob(_filled(value, absent, fn) if absent.numel() else value)
-    terms = torch.where(absent, torch.zeros_like(terms), terms)
+    if absent is not None and absent.numel():
+        value = _filled(value, absent, fn)
+    terms = fn.log_prob(value)
+    if absent is not None:
+        terms = torch.where(absent, torch.zeros_like(terms), terms)
     weight = site["scale"] / minibatch_scale(site) if scaled else 1.0
     how: Any = [aligned(x, site, terms) for x in (weight, site["mask"])]
     return scale_and_mask(terms, *how)
