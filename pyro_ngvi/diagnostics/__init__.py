@@ -9,11 +9,12 @@ from .diagnosis import Diagnosis, diagnose
 from .export import to_arviz
 from .khat import KHat, khat_from_log_weights
 from .linear_response import LinearResponse, linear_response
-from .loo import UnitLOO, loo, loo_units
+from .loo import loo
 from .moved import Moved
 from .over_batches import OverBatches
 from .prediction import predict
 from .summary import summary
+from .unit_loo import UnitLOO, loo_units
 from .verdict import khat
 
 __all__ = [

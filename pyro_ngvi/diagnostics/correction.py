@@ -98,12 +98,11 @@ def proposal(model: Collapsed, draws: int = DRAWS) -> ExactUnits:
         return ExactUnits(model)
     for _ in range(ROUNDS):
         guide = ExactUnits(model, _Sliced(model, layout, mean, covariance))
-        theta, log_r = _drawn(guide, layout, draws)
-        log_w = (log_density(model, layout, theta) - log_r).cpu().numpy()
-        weights, d = khat_from_log_weights(log_w), layout.dim
+        theta, weights = weighted_globals(guide, layout, draws)
+        d = layout.dim
         tried.append((weights.khat, guide))
         few = weights.ess < MIN_DRAWS + d * (d + 1) / 2
-        if weights.khat <= LIGHT or few or weights.ess > EVEN * draws:
+        if is_light(weights) or few:
             break
         w = torch.from_numpy(weights.psis_log_weights).to(theta).exp()
         mean = w @ theta
@@ -156,6 +155,13 @@ def _drawn(guide: ExactUnits, layout: LatentLayout, draws: int) -> tuple[Tensor,
     return layout.pack(values), of_guide["log"]
 
 
+def weighted_globals(guide: ExactUnits, layout: LatentLayout, draws: int) -> tuple[Tensor, KHat]:
+    """Draws (S, d) of the globals, unconstrained, and their weights p(v, y) / r(v)."""
+    theta, log_r = _drawn(guide, layout, draws)
+    log_w = log_density(guide.collapsed, layout, theta) - log_r
+    return theta, khat_from_log_weights(log_w.numpy(force=True))
+
+
 @torch.no_grad()
 def log_density(model: Collapsed, layout: LatentLayout, theta: Tensor) -> Tensor:
     """log p(v, y) of constrained v at unconstrained points (S, d), (S,), in float64."""
@@ -165,11 +171,21 @@ def log_density(model: Collapsed, layout: LatentLayout, theta: Tensor) -> Tensor
     return trace.log_joint().double().nan_to_num(-torch.inf)
 
 
+def is_light(weights: KHat) -> bool:
+    """Whether weights have a third moment, or are all but equal."""
+    return weights.khat <= LIGHT or weights.ess > EVEN * len(weights.log_weights)
+
+
+def can_weigh(weights: KHat) -> bool:
+    """Whether weights of globals can be relied on."""
+    share = weights.ess / len(weights.log_weights)
+    steady = weights.reliable or share >= EVEN
+    return steady and share >= FEWEST and not (weights.missed or 0.0) > 0.0
+
+
 def decision_on(weights: KHat, model: Collapsed) -> tuple[str, str]:
     """Whether to take corrected draws, and the same in words."""
-    share, draws = weights.ess / len(weights.log_weights), len(weights.log_weights)
-    steady = weights.reliable or share >= EVEN
-    good = steady and share >= FEWEST and not (weights.missed or 0.0) > 0.0
+    draws = len(weights.log_weights)
     if model.too_rough:
         return "unusable", (
             f"Not usable: log p(y | v) is off by {model.error:.2g} nats or more. Pass points= to "
@@ -181,7 +197,7 @@ def decision_on(weights: KHat, model: Collapsed) -> tuple[str, str]:
             "unusable",
             f"Not usable. {model.missed_in_words}. Check against NUTS from several starts.",
         )
-    if good:
+    if can_weigh(weights):
         return "intervals", f"Take the corrected intervals as they are ({figures} exact ones)."
     return "unusable", (
         f"Not usable: globals cannot be corrected ({figures}). Take NUTS on ngvi.collapse(guide, ...), "

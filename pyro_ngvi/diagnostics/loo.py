@@ -1,26 +1,23 @@
-"""Leaving out each datum in turn, of as many data as one likes, or each unit of a hierarchy."""
+"""Leaving out each datum in turn, of as many data as one likes."""
 
 from __future__ import annotations
 
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from pyro import poutine
 from torch import Tensor
 
-from ..hierarchy.marginal import integrated, log_likelihoods
 from ..runtime.density import Sites, site_log_prob
 from ..runtime.model_density import Parts, map_draws
 from .arviz_compat import elpd_data
 from .diagnosis import Diagnosis
 from .draws import Draws, Fitted, compact, mask_of, random_state, sites_of_kind, with_likelihood
 from .groups import name_dims, observations
-from .khat import PARETO, KHat, khat_from_log_weights
+from .khat import KHat, khat_from_log_weights
 from .verdict import MORE, judge, may_draw_more
 from .weights import log_sum_exp
 
@@ -159,23 +156,24 @@ def _one(
     from log p(y_i | z_s), (S,), its power in the posterior, log p(y, z_s) / q(z_s) up to a
     constant, and the same smoothed, (S,)."""
     log_l = log_l.astype(np.float64)
-    without, found = _without(log_l, log_ratio, power)
-    if math.isnan(without):
-        return without, without, found.khat, False
-    # it does not matter where weights are equal in practice; ArviZ counts the bound itself as too large
-    k = min(found.khat, found.threshold - 1e-9) if found.reliable else found.khat
-    return without, log_sum_exp(log_l + log_weights), k, k > found.threshold
+    left_out, k, found = without(log_l, log_ratio, power)
+    if math.isnan(left_out):
+        return left_out, left_out, k, False
+    return left_out, log_sum_exp(log_l + log_weights), k, k > found.threshold
 
 
-def _without(
+def without(
     log_l: np.ndarray, log_ratio: np.ndarray | float, power: float = 1.0
-) -> tuple[float, KHat]:
-    """log p(y_i | y_-i), NaN where a draw rules it out, whose weight is not known; the weights."""
+) -> tuple[float, float, KHat]:
+    """log p(y_i | y_-i), NaN where a draw rules it out, whose weight is not known; k-hat, below its
+    bound where weights are equal in practice; the weights."""
     with np.errstate(invalid="ignore"):
         found = khat_from_log_weights(log_ratio - power * log_l)
     if found.ess == 0.0:
-        return math.nan, found
-    return log_sum_exp(log_l + found.psis_log_weights), found
+        return math.nan, found.khat, found
+    # ArviZ counts the bound itself as too large
+    k = min(found.khat, found.threshold - 1e-9) if found.reliable else found.khat
+    return log_sum_exp(log_l + found.psis_log_weights), k, found
 
 
 def _site_of(fitted: Fitted, var_name: str | None) -> str:
@@ -214,81 +212,3 @@ def data_of(model: Any, guide: Any, args: Any, kwargs: Any, var_name: str | None
         return np.concatenate([x.flatten() for x in held.values()])
     one, rows, _ = _rows(fitted, name)
     return held[name].reshape(one.numel(), -1)[rows.cpu().numpy()]
-
-
-@dataclass(frozen=True)
-class UnitLOO:
-    """Expected log predictive density of the data of new units, by leave-one-out, in nats.
-
-    Attributes:
-        elpd: sum over the units.
-        se: standard error of ``elpd`` as a sum of independent terms.
-        pointwise: log p(y_i | y_-i) (B,); NaN of a unit without data.
-        khat: Pareto k-hat of each unit's weights (B,); above 0.7 its density is not to be trusted.
-        absent: how many units have no data, but for missing or masked ones.
-    """
-
-    elpd: float
-    se: float
-    pointwise: Tensor = field(repr=False)
-    khat: Tensor = field(repr=False)
-    absent: int = 0
-
-    def __str__(self) -> str:
-        bad = int((self.khat > PARETO).sum())
-        word = f"; k-hat above {PARETO} in {bad}" if bad else ""
-        gone = f"; {self.absent} without data" if self.absent else ""
-        return (
-            f"elpd_loo {self.elpd:.2f} nats, standard error {self.se:.2f} "
-            f"(of {len(self.pointwise) - self.absent} units{gone}{word})"
-        )
-
-
-def loo_units(
-    guide: Any, *args: Any, num_draws: int = 1000, points: int | None = None, **kwargs: Any
-) -> UnitLOO:
-    """How well the other units predict all data of a unit, for each, without refitting.
-
-    Each unit's latent variables are integrated out (:mod:`pyro_ngvi.hierarchy.marginal`), and the
-    globals reweighted by 1 / p(y_i | v), their tail smoothed (Vehtari et al. 2024); q of the globals
-    stands for their posterior.
-
-    Args:
-        guide: a trained :class:`~pyro_ngvi.AutoHierarchical`.
-        args: those of the model, and ``kwargs``, with the data of the units left out in turn.
-        num_draws: draws of the globals.
-        points: of the quadrature over a unit's latent variables, as for :func:`pyro_ngvi.collapse`.
-
-    Raises:
-        ValueError: where a datum outside the plate of units is of several, or for fewer than 25 draws.
-
-    Example:
-        >>> import pyro, torch, pyro.distributions as dist, pyro_ngvi as ngvi
-        >>> def model(y):
-        ...     m = pyro.sample("m", dist.Normal(0.0, 5.0))
-        ...     s = pyro.sample("s", dist.HalfNormal(5.0))
-        ...     with pyro.plate("schools", len(y)):
-        ...         u = pyro.sample("u", dist.Normal(m, s))
-        ...         pyro.sample("y", dist.Normal(u, 2.0), obs=y)
-        >>> y = torch.tensor([3.0, 5.0, 1.0, -2.0])
-        >>> fit = ngvi.fit(model, y, guide="AutoHierarchical", max_steps=30, progress=False, seed=0)
-        >>> ngvi.diagnostics.loo_units(fit.guide, y).pointwise.shape
-        torch.Size([4])
-    """
-    if guide.units.is_block:
-        raise ValueError(
-            f"loo_units leaves out one unit after the other, and all is one block here: {guide.units}. "
-            f"Take pyro_ngvi.diagnostics.loo, which leaves out data."
-        )
-    with torch.no_grad(), poutine.block():
-        given, q = guide._at_draws(args, kwargs, num_draws)
-        log_l = integrated(guide.units, given, q, points).log_marginals
-        # masked terms are 0 exactly, and no others are at each draw of v
-        absent = (log_likelihoods(guide.units, given, q.white) == 0.0).all(0).cpu()
-    found = [_without(x, 0.0) for x in log_l.double().cpu().numpy().T]
-    pairs = torch.tensor([(term, weights.khat) for term, weights in found], dtype=torch.float64)
-    pointwise, khat = pairs.unbind(1)
-    pointwise, khat = (torch.where(absent, torch.nan, x) for x in (pointwise, khat))
-    terms = pointwise[~absent]
-    se = float((len(terms) * terms.var(correction=0)).sqrt())
-    return UnitLOO(float(terms.sum()), se, pointwise, khat, int(absent.sum()))

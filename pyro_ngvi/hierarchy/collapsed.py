@@ -17,7 +17,7 @@ L / max w is about .9 for one variable, .9^2 for two.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any
@@ -245,6 +245,22 @@ class Collapsed:
         """log L_i(v) (S, units), in nats, at globals ``values`` (S, ...) by site."""
         return integrated(self.units, *self._given(values), self.points).log_marginals
 
+    def by_unit(self, values: Values) -> tuple[Tensor, Tensor]:
+        """:meth:`log_marginals`, in pieces, and which units (B,) have no data."""
+        found, absent = [], torch.ones((), dtype=torch.bool)
+        for piece in self._pieces(values):
+            given, q = self._given(piece)
+            found.append(integrated(self.units, given, q, self.points).log_marginals)
+            # masked terms are 0 exactly, and no others are at each draw of v
+            silent = (log_likelihoods(self.units, given, q.white) == 0.0).all(0)
+            absent = absent.to(silent.device) & silent
+        return torch.cat(found), absent
+
+    def _pieces(self, values: Values) -> Iterator[Values]:
+        """Of so many draws of the globals as bound the memory."""
+        for start in range(0, len(next(iter(values.values()))), self.at_once):
+            yield {n: values[n][start : start + self.at_once] for n in self._shapes}
+
     def _given(self, values: Values) -> tuple[Given, Conditionals]:
         given = self.units.given(self.call, values)
         return given, at_globals(self.units, given, self.guide._conditionals(given))
@@ -255,11 +271,8 @@ class Collapsed:
         Args:
             values: (S, ...) by name, such as the ``get_samples()`` of Pyro's ``MCMC``.
         """
-        count, found = len(next(iter(values.values()))), []
         with torch.no_grad():
-            for start in range(0, count, self.at_once):
-                piece = {n: values[n][start : start + self.at_once] for n in self._shapes}
-                found.append(self.drawn(piece).values)
+            found = [self.drawn(piece).values for piece in self._pieces(values)]
         return {name: torch.cat([x[name] for x in found]) for name in self.units.names}
 
     def drawn(self, values: Values) -> Drawn:

@@ -601,6 +601,54 @@ def test_units_left_out_of_a_gaussian_model() -> None:
     assert str(found).startswith(f"elpd_loo {found.elpd:.2f} nats")
 
 
+def test_units_left_out_of_eight_schools_and_what_they_move() -> None:
+    """Where q of the scale is too narrow, against sums over a grid of both globals."""
+    y = torch.tensor([28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0]).double()
+    sd = torch.tensor([15.0, 10.0, 16.0, 11.0, 9.0, 11.0, 10.0, 18.0]).double()
+
+    def model() -> None:
+        m: Any = pyro.sample("m", dist.Normal(y.new_zeros(()), 5.0))
+        s: Any = pyro.sample("s", dist.HalfCauchy(y.new_full((), 5.0)))
+        with pyro.plate("schools", 8):
+            u: Any = pyro.sample("u", dist.Normal(m, s))
+            pyro.sample("y", dist.Normal(u, sd), obs=y)
+
+    m, log_s = torch.meshgrid(
+        torch.linspace(-25.0, 30.0, 221).double(),
+        torch.linspace(-10.0, 7.0, 681).double(),
+        indexing="ij",
+    )
+    log_l = dist.Normal(m[..., None], (log_s.exp()[..., None].square() + sd.square()).sqrt())
+    log_l = cast(Any, log_l).log_prob(y).flatten(0, 1)
+    prior = dist.Normal(0.0, 5.0).log_prob(m) + dist.HalfCauchy(5.0).log_prob(log_s.exp()) + log_s
+    log_p = prior.flatten() + log_l.sum(1)
+    v = torch.stack([m.flatten(), log_s.exp().flatten()])
+    w, left = torch.softmax(log_p, 0), torch.softmax(log_p[:, None] - log_l, 0)
+    scale = (v.square() @ w - (v @ w).square()).sqrt()
+    moves = ((v @ w)[:, None] - v @ left) / scale[:, None]
+
+    fit = ngvi.fit(model, guide="AutoHierarchical", seed=0, max_steps=30, progress=False)
+    pyro.set_rng_seed(0)
+    found = loo_units(fit.guide, num_draws=4000)
+    # 4,000 draws with weights that are nearly equal: standard errors of .003 nats and .01 sds
+    assert torch.allclose(found.pointwise, (left * log_l.exp()).sum(0).log(), atol=0.01)
+    assert torch.allclose(found.influence["m"], moves[0], atol=0.04)
+    assert torch.allclose(found.influence["s"], moves[1], atol=0.04)
+    assert found.most(2).tolist() == [6, 0] and "unit 6 moves m most, by 0.4" in str(found)
+
+
+def test_without_draws_near_the_posterior_q_stands_for_it(monkeypatch: Any) -> None:
+    for name in ("is_light", "can_weigh"):
+        monkeypatch.setattr(f"pyro_ngvi.diagnostics.unit_loo.{name}", lambda weights: False)
+    y = 2.0 * normal(6, 3, seed=8)
+    fit = ngvi.fit(known_scale, y, guide="AutoHierarchical", max_steps=20, progress=False, seed=0)
+    with pytest.warns(RuntimeWarning, match="q stands for it. Check by NUTS"):
+        found = loo_units(fit.guide, y, num_draws=200)
+    monkeypatch.undo()
+    # q is the posterior here
+    assert torch.allclose(found.pointwise, loo_units(fit.guide, y).pointwise, atol=0.3)
+
+
 def test_units_without_data_are_no_terms_of_those_left_out() -> None:
     """One that is masked, and one that no datum names."""
     unit = torch.tensor([0, 0, 1, 2, 2, 4, 4, 4])
