@@ -123,4 +123,6 @@ def __getattr__(name: str) -> _Any:
                 stacklevel=2,
             )
             return getattr(_import_module(f"pyro_ngvi.{place}"), name)
-    raise AttributeError(f"module 'pyro_ngvi' has no attribute {name!r}")
+    others = (place for place in __all__ if name in getattr(globals()[place], "__all__", ()))
+    where = f"; there is pyro_ngvi.{place}.{name}" if (place := next(others, "")) else ""
+    raise AttributeError(f"module 'pyro_ngvi' has no attribute {name!r}{where}")

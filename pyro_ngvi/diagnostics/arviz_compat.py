@@ -95,10 +95,12 @@ def elpd_data(
         frame = _arviz().loo(data, pointwise=True, reff=1.0)  # with the scale, the bound of k-hat
     bad = int((shapes > frame.good_k).sum())
     if bad:
+        at = np.unravel_index(np.nanargmax(shapes), [*dims.values()])
+        where = f"{', '.join(map(str, at))} ({np.nanmax(shapes):.2f})"
         warnings.warn(
             f"Estimated shape parameter of Pareto distribution is greater than {frame.good_k:.2f} for "
-            f"{bad} of {terms.size} data: the guide is too far from the posterior without one. "
-            f"Take a better guide, refit without these, or a more robust model.",
+            f"{bad} of {terms.size} data, most for {where}: the posterior depends on them. Look at "
+            f"them, refit without them, or give the model heavier tails.",
             stacklevel=3,
         )
     old, n = _arviz().__version__.startswith("0."), terms.size

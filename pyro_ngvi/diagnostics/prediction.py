@@ -170,10 +170,10 @@ class NewData:
             with _AtFirstDraw({name: x[0] for name, x in dotted.items()}):
                 ran = look(self.program, {}, minibatches=minibatches)
         except (TypeError, AttributeError) as error:
-            raise ValueError(
-                f"The model cannot run on these arguments: {error}. Give the data a default "
-                f"(y=None), or pass any tensor in their place, torch.zeros(len(X)): they are drawn."
-            ) from error
+            way = "Give the data a default (y=None), or pass any tensor in their place, they are drawn"
+            if "unexpected keyword" in str(error):
+                way = "Options of predict are num_samples, sites, from_prior, batch_size and seed"
+            raise ValueError(f"The model cannot run on these arguments: {error}. {way}.") from error
         refuse_minibatches(ran, minibatches)
         self.sites = without_plates(ran)
         self.observed = sites_of_kind(self.sites, "observed")

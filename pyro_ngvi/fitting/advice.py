@@ -249,7 +249,8 @@ def _is_maker(guide: Any) -> bool:
 
 
 def _rule_for(kind: type, guide: Any) -> tuple[Any, str]:
-    if issubclass(kind, SiteGuide):
+    parts = guide.modules() if isinstance(guide, AutoGuide) else ()
+    if issubclass(kind, SiteGuide) or any(isinstance(part, SiteGuide) for part in parts):
         return sites.CVI, "fixed points of the sites"
     if issubclass(kind, AutoFlow | AutoOrthogonalFlow):
         return optim.SPRING, "natural gradients from scores"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,11 +44,15 @@ def compare(fits: Mapping[str, Result], *, var_name: str | None = None, **option
         raise ValueError("compare got no fits. Pass a dict of them by name.")
     by_datum, held = {}, {}
     for name, fit in fits.items():
-        try:
-            by_datum[name] = fit.loo(var_name=var_name)
-        except ValueError as error:
-            error.add_note(f"in the fit {name!r} of compare")
-            raise
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            try:
+                by_datum[name] = fit.loo(var_name=var_name)
+            except ValueError as error:
+                error.add_note(f"in the fit {name!r} of compare")
+                raise
+        for each in said:
+            warnings.warn(f"{each.message} This is {name!r}.", each.category, stacklevel=2)
         data = data_of(fit.model, fit.guide, fit.args, fit.kwargs, var_name)
         # in float32, which one of the models may hold them in
         held[name] = data.astype(np.float32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,6 +14,16 @@ from ..diagnostics import diagnose, khat, loo, predict, to_arviz
 
 #: what a fit is read by, whose options have names that an argument of the model cannot have
 READERS = to_arviz, khat, diagnose, loo, predict
+#: names that other libraries give to options of a fit, and what does it here
+MEANT = {
+    "num_steps": "max_steps= bounds the run, which ends by itself",
+    "num_iterations": "max_steps= bounds the run, which ends by itself",
+    "n": "max_steps= bounds the run, which ends by itself",
+    "batch_size": "minibatches come from a DataLoader, data=loader",
+    "lr": "there is no rate to choose; for Adam pass optim=pyro.optim.Adam({'lr': 0.01})",
+    "optimizer": "it is called optim=",
+    "num_samples": "fit.to_arviz(num_samples=...) and fit.sample(...) draw",
+}
 #: by guide, what marks the fit that trained it last
 _LAST: WeakKeyDictionary[Any, object] = WeakKeyDictionary()
 
@@ -31,8 +42,14 @@ def check_guide_of(guide: Any, mark: object) -> None:
         )
 
 
-def check_names(kwargs: Mapping[str, Any]) -> None:
+def check_names(model: Any, kwargs: Mapping[str, Any]) -> None:
     """Keyword arguments of the model go to what reads a fit, beside options of its own."""
+    takes = [*MEANT]
+    with suppress(TypeError, ValueError):  # what has no signature takes anything
+        takes = inspect.signature(model).parameters.values()
+        takes = [*MEANT] if any(p.kind is p.VAR_KEYWORD for p in takes) else [p.name for p in takes]
+    for name in sorted(kwargs.keys() & MEANT.keys() - {*takes}):
+        raise TypeError(f"fit has no option {name!r}, nor does the model take it: {MEANT[name]}.")
     for reader in READERS:
         options = inspect.signature(reader).parameters.values()
         taken = {p.name for p in options if p.kind is p.KEYWORD_ONLY} & kwargs.keys()

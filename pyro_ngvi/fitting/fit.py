@@ -7,7 +7,7 @@ import operator
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import astuple
 from functools import partial
 from pathlib import Path
@@ -66,7 +66,7 @@ class Fit(Result):
         compile: bool | str = False,
         distributed: Mapping[str, Any] | None = None,
     ) -> None:
-        check_names(kwargs)
+        check_names(advice.model, kwargs)
         super().__init__(advice.model, args, kwargs)
         self.advice = advice
         self.svi: Any = advice.svi(known=True)
@@ -86,6 +86,8 @@ class Fit(Result):
         #: by name, with constraints
         self._params: dict[str, tuple[Tensor, Any]] = {}
         self._own = object()
+        #: whether no step has seen the arguments of now
+        self._unseen = True
 
     @torch.inference_mode(False)
     def resume(
@@ -109,8 +111,9 @@ class Fit(Result):
             tol: nats, in place of that of before.
             max_steps: as for :func:`pyro_ngvi.fit`, and the others below it.
         """
+        self._unseen = self._unseen or bool(args or kwargs)
         if args or kwargs:
-            check_names(kwargs)
+            check_names(self.model, kwargs)
             self.args, self.kwargs = args, kwargs
         if data is not None:
             self.batches = Batches(data)
@@ -162,15 +165,10 @@ class Fit(Result):
     def _step(self, bar: Progress) -> bool:
         start = time.perf_counter()
         self._last = args = self.args if self.batches is None else next(self.batches)
-        if not self.steps:
-            drawn = Minibatches()
-            with poutine.block(), ModuleParams():
-                again = partial(look, self.model, {}, args, self.kwargs, drawn)
-                seen = again()
-                with own_random_state(torch.initial_seed() // 2 + 1):  # another draw of the prior
-                    check_missing(seen, again)
-            if self.batches is not None:
-                self.batches.warn_of_no_share(seen)
+        if self._unseen:
+            with own_random_state() if self.steps else nullcontext():
+                self._check(args)
+            self._unseen = False
         if self.compile and not isinstance(self.svi, CompiledSVI):
             is_long = self.steps >= LONG[1] and self.seconds >= LONG[0]
             if self.compile is True or is_long:
@@ -182,6 +180,17 @@ class Fit(Result):
         self.record(time.perf_counter() - start)
         bar.update()
         return ended
+
+    def _check(self, args: Any) -> None:
+        """What arguments tell that no step has seen."""
+        drawn = Minibatches()
+        with poutine.block(), ModuleParams():
+            again = partial(look, self.model, {}, args, self.kwargs, drawn)
+            seen = again()
+            with own_random_state(torch.initial_seed() // 2 + 1):  # another draw of the prior
+                check_missing(seen, again)
+        if self.batches is not None:
+            self.batches.warn_of_no_share(seen)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write all of it to a file, for :func:`pyro_ngvi.load`; see :func:`pyro_ngvi.save`."""
@@ -304,7 +313,7 @@ def fit(
         >>> fit.why_stopped, fit.guide.median()["m"].round()
         ('converged', tensor(2.))
     """
-    check_names(kwargs)
+    check_names(model, kwargs)
     if seed is not None:
         pyro.set_rng_seed(operator.index(seed))  # of NumPy's integers too
     by_ladder = isinstance(guide, str) and guide == "auto"

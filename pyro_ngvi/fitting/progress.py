@@ -24,6 +24,12 @@ FIRST_LINE, GROWTH = 10.0, 2.0
 NEWEST = 100
 
 
+def gap_of_late(stop: Any) -> Any:
+    """The nats still to gain at a rule's last look, ``None`` where that is long ago."""
+    late = stop.looks and 4 * stop.looks[-1][0] >= 3 * stop.steps
+    return stop.gap if late else None
+
+
 class Progress:
     """A tqdm bar in terminals and notebooks; in logs a line after 10 s, 20 s, 40 s ..."""
 
@@ -70,7 +76,7 @@ class Progress:
 
     def _words(self) -> str:
         """The median ELBO of the last quarter of the steps, and what is left."""
-        gap, losses = self.stop.gap, self.stop.losses
+        gap, losses = gap_of_late(self.stop), self.stop.losses
         last = losses[-max(1, min(len(losses) // 4, NEWEST)) :]
         finite = [x for x in last if math.isfinite(x)]
         if not finite:

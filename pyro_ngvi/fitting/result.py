@@ -23,6 +23,7 @@ from .advice import Structure
 from .batches import Epoch
 from .ladder import Rung
 from .plot import plot_steps
+from .progress import gap_of_late
 from .ways import flat_in, prior_alone, way_on
 
 #: latent variables times data up to which a fit is diagnosed by short chains unasked
@@ -96,8 +97,7 @@ class Result:
     @property
     def gap(self) -> Any:
         """The nats still to gain at the last look of the stop rule, ``None`` where that is long ago."""
-        late = self.stop.looks and 4 * self.stop.looks[-1][0] >= 3 * self.steps
-        return self.stop.gap if late else None
+        return gap_of_late(self.stop)
 
     @property
     def steps(self) -> int:

@@ -125,7 +125,8 @@ def _way_of_jump(guide: Any, model: Any, args: Any, kwargs: Any) -> str:
 
 def way_of_effect(model: Any, args: Any, kwargs: Any) -> str:
     """What suits a model with an effect better than one Gaussian, in words; empty where it has none:
-    as the scale of an effect z goes to 0 either its prior narrows, or data cease to depend on z."""
+    as the scale of an effect z goes to 0 either its prior narrows, or data cease to depend on z, as at
+    z = 0.  (As a concentration goes to 0 they cease to depend on any mean, and are no such data.)"""
     with suppress(ValueError, RuntimeError), own_random_state(0), poutine.block(), ModuleParams():
         return _way(model, args, kwargs)
     return ""
@@ -157,8 +158,11 @@ def _way(model: Any, args: Any, kwargs: Any) -> str:
             before, after = (
                 abs(_log_likelihood(x) - _log_likelihood(y)) for x, y in ((a, b), (c, d))
             )
-            if not narrows and not after < NONE * before:
-                continue
+            if not narrows:
+                none = look(model, values | {name: torch.zeros_like(site["value"])}, args, kwargs)
+                left = abs(_log_likelihood(none) - _log_likelihood(c))
+                if not max(after, left) < NONE * before:
+                    continue
             suits = few and sites_take(poutine.condition(model, data=others), args, kwargs)
             if narrows:
                 return f"{name!r} is an effect with a scale of its own: {instead}." * suits

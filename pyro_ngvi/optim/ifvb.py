@@ -135,6 +135,11 @@ class IFVB(NaturalGradientOptim):
                 f"fisher must be an estimate such as pyro_ngvi.fisher.LowRank(32, growth=1.0), "
                 f"got {fisher!r}."
             )
+        if not callable(guide):
+            raise ValueError(
+                f"IFVB steps a guide, and got {type(guide).__name__}. Pass the guide that SVI trains: "
+                f"IFVB(guide)."
+            )
         self._fisher = fisher
         self._steady = steady
         self._num_scores = num_scores

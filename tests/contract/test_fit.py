@@ -682,6 +682,8 @@ def test_logs_get_lines_at_growing_intervals(
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     bar = Progress(stop, shown=True)
+    stop.gap = ngvi.fitting.Gap(850.0, 1.0, 32)
+    stop.looks = [(9, stop.gap)] * 2
     for k in range(100):
         now[0] = float(k)
         stop.losses.append(1e6 if k < 5 else -2.0)  # the start is no part of what is shown
@@ -689,7 +691,8 @@ def test_logs_get_lines_at_growing_intervals(
     bar.close()
     lines = capsys.readouterr().err.splitlines()
     assert [line.split()[2] for line in lines] == ["10", "20", "40", "80"]
-    assert lines[0].endswith("ELBO 2")
+    assert lines[0].endswith("ELBO 2, 8.5e+02 nats to go")  # by the look at step 9 of 11
+    assert lines[1].endswith("ELBO 2")  # of 21, long ago
     Progress(stop, shown=False).update()
     assert capsys.readouterr().err == ""
 
@@ -817,6 +820,15 @@ def coefficients(y: Tensor) -> None:
         pyro.sample("y", dist.Normal((w * torch.arange(6.0)).sum(-1), s), obs=y)
 
 
+def counts(y: Tensor) -> None:
+    """As the concentration goes to 0 data depend on nothing, and the coefficients are no effect."""
+    phi: Any = pyro.sample("phi", dist.HalfNormal(y.new_full((), 10.0)))
+    w: Any = pyro.sample("w", dist.Normal(y.new_zeros(6), 1.0).to_event(1))
+    with pyro.plate("data", len(y)):
+        rate = phi * (-(w * torch.arange(6.0)).sum(-1)).exp()
+        pyro.sample("y", dist.GammaPoisson(phi, rate), obs=y)
+
+
 SERIES = torch.tensor([0.0, 1.0, 1.0, 3.0, 2.0, 4.0])
 
 
@@ -831,6 +843,7 @@ SERIES = torch.tensor([0.0, 1.0, 1.0, 3.0, 2.0, 4.0])
         (regions, "'z' has a scale of its own: name the effect, as u = pyro.deterministic("),
         (process, "There is a block of 6 latent variables (f), given s: pass guide="),
         (coefficients, 'Or pass guide="auto", which goes on to richer guides.'),
+        (counts, 'Or pass guide="auto", which goes on to richer guides.'),
     ],
 )
 def test_a_narrow_guide_of_an_effect_is_told_of_what_is_wider(model: Any, told: str) -> None:

@@ -160,6 +160,9 @@ def test_a_tail_of_nearly_equal_weights_is_good_in_arvizs_table() -> None:
     terms = np.full(4, -1.0)
     found = elpd_data(terms, terms, np.full(4, k), {"datum": 4}, 1000)
     assert not too_large and not found.warning
+    shapes = np.array([0.1, 0.2, 0.9, 0.8, np.nan, 0.1])
+    with pytest.warns(UserWarning, match=r"for 2 of 6 data, most for 1, 0 \(0.90\): the posterior"):
+        elpd_data(np.full(6, -1.0), np.full(6, -1.0), shapes, {"a": 3, "b": 2}, 1000)
     assert "100.0%" in next(line for line in str(found).splitlines() if "(good)" in line)
 
 

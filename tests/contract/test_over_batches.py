@@ -135,6 +135,16 @@ def test_epochs_that_do_not_have_each_datum_once_are_refused() -> None:
     assert "No verdict: The minibatches of an epoch hold 3 times the data" in repr(fit)
 
 
+def test_other_arguments_of_a_resumed_run_are_looked_at_too() -> None:
+    how: Any = {"seed": 0, "tol": 0.0, "progress": False}
+    whole = ngvi.fit(regression, X, Y, size=N, max_steps=8, **how)
+    fit = ngvi.fit(regression, X, Y, size=N, max_steps=4, **how)
+    fit.resume(X, Y, size=N, max_steps=4, progress=False)
+    np.testing.assert_array_equal(fit.losses, whole.losses)
+    with pytest.warns(UserWarning, match="takes each of 3 minibatches for all data"):
+        fit.resume(X, Y, data=shuffled(), max_steps=4, progress=False)
+
+
 def test_other_diagnostics_refuse_minibatches() -> None:
     guide, model = AutoNormal(regression), OverBatches(regression, parts(20, 30))
     for ask in (ngvi.diagnose, ngvi.diagnostics.loo, ngvi.diagnostics.linear_response):

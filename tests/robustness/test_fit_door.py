@@ -37,10 +37,45 @@ def fitted() -> Any:
 def test_an_argument_that_a_reader_would_take_for_an_option(name: str) -> None:
     """``fit.idata`` would have read the prior's scale as whether to draw of the prior."""
     given: dict[str, Any] = {name: 3.0}
+
+    def takes(y: Tensor, **kwargs: Any) -> None:
+        model(y)
+
     with pytest.raises(ValueError, match=rf"'{name}', an argument of the model, is also an option"):
-        ngvi.fit(model, Y, **given, **HOW)
+        ngvi.fit(takes, Y, **given, **HOW)
+    fit = ngvi.fit(takes, Y, **HOW)
     with pytest.raises(ValueError, match=rf"functools.partial\(model, {name}=...\)"):
+        fit.resume(Y, progress=False, **given)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("num_steps", "max_steps= bounds the run"),
+        ("batch_size", "data=loader"),
+        ("lr", "there is no rate to choose"),
+        ("optimizer", "it is called optim="),
+    ],
+)
+def test_names_that_other_libraries_have_for_an_option(name: str, told: str) -> None:
+    given: dict[str, Any] = {name: 3}
+    with pytest.raises(
+        TypeError, match=f"no option '{name}', nor does the model take it: .*{told}"
+    ):
+        ngvi.fit(model, Y, **given, **HOW)
+    with pytest.raises(TypeError, match=f"no option '{name}'"):
         fitted().resume(Y, progress=False, **given)
+
+
+def test_a_name_that_is_elsewhere_says_where() -> None:
+    with pytest.raises(AttributeError, match=r"there is pyro_ngvi.diagnostics.loo$"):
+        ngvi.loo  # pyright: ignore  # noqa: B018
+    with pytest.raises(AttributeError, match=r"has no attribute 'nowhere'$"):
+        ngvi.nowhere  # pyright: ignore  # noqa: B018
+    with pytest.raises(ValueError, match="Options of predict are num_samples, sites"):
+        fitted().predict(Y, return_sites=["y"])
+    with pytest.raises(ValueError, match="IFVB steps a guide, and got dict"):
+        ngvi.IFVB({"lr": 0.01})
 
 
 def test_integers_of_numpy_are_seeds_and_a_rate_is_no_optimizer() -> None:
