@@ -16,6 +16,7 @@ probability by more than half of that.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import astuple
 from functools import partial
 from operator import itemgetter
@@ -147,6 +148,20 @@ def moved_by_weights(
     if draws < MORE and undecided and patient:
         return moved_by_weights(model, guide, args, kwargs, MORE)
     return found
+
+
+def doubt_of(guide: AutoHierarchical, args: Any, kwargs: Any) -> str:
+    """Why the weights of a guide's own draws are not enough where :func:`moved_by_weights` says
+    nothing, as quadrature does not reach what they may miss; in words."""
+    with suppress(ValueError, CannotBatch):
+        model = Collapsed(guide, args, kwargs, None)
+        if model.is_rough:
+            return (
+                f"log p(y | v) with the {model.units.called} integrated out is off by "
+                f"{model.error:.2g} nats, and weights of the guide's own draws do not see what these "
+                f"miss. Take ngvi.integrate(model, *args) or NUTS"
+            )
+    return ""
 
 
 def _drawn(guide: ExactUnits, layout: LatentLayout, draws: int) -> tuple[Tensor, Tensor]:

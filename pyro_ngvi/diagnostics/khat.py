@@ -45,7 +45,7 @@ class KHat:
     * ``"resample"``: take resampled draws, as ``to_arviz(..., resample="psis")`` gives;
     * ``"unusable"``: neither can be relied on;
     * ``"unclear"``: the search for the guide's start found other modes of comparable mass, and the
-      verdict is of one of them.
+      verdict is of one of them; or there is a ``doubt``.
 
     A good k-hat says that weighted draws can be relied on, *not* that the draws can.
 
@@ -77,6 +77,7 @@ class KHat:
             (``AutoWalshHadamard``): weights and ``elbo`` are of the model with that prior.
         modes: how many modes of comparable mass the search for the guide's start found, and
             ``modes_held`` how many of these its draws are in.
+        doubt: why good weights are not enough for this guide, in words, if they are not.
     """
 
     khat: float
@@ -94,6 +95,7 @@ class KHat:
     replaced: tuple[str, ...] = ()
     modes: int = 1
     modes_held: int = 1
+    doubt: str = ""
 
     @cached_property
     def decision(self) -> str:
@@ -105,7 +107,9 @@ class KHat:
         correctable = share >= HALF or (share >= FEWEST and self.ended)
         if not (good or correctable):
             return "unusable"
-        return "unclear" if self.other_modes else "intervals" if good else "resample"
+        if self.other_modes or self.doubt:
+            return "unclear"
+        return "intervals" if good else "resample"
 
     @property
     def ok(self) -> bool:
@@ -238,6 +242,8 @@ class KHat:
                 "Not usable: the density of model or guide is zero, infinite or NaN at draws of the "
                 f"guide{self.impossible}. Does the support of a datum depend on a latent variable?"
             )
+        if self.decision == "unclear":
+            return f"Not clear ({figures}): {self.doubt}."
         if self.decision == "intervals":
             return f"Take the intervals as they are: {self.moves()} ({figures}; {BOUNDS})."
         if self.decision == "resample":

@@ -54,7 +54,8 @@ class Structure:
 
     def __init__(self, model: Any, args: Any, kwargs: Any) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
-        with poutine.block(), ModuleParams():
+        # a draw of the prior may give the data a density that is not valid
+        with poutine.block(), ModuleParams(), pyro.validation_enabled(False):
             found = look(model, {}, args, kwargs)
         latents = [s for s in found.values() if is_latent(s) and not is_marked(s)]
         latents = [s for s in latents if not s["fn"].support.is_discrete]

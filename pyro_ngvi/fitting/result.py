@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property, partial
 from html import escape
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from .. import diagnostics
 from ..diagnostics import Diagnosis, KHat
+from ..diagnostics.correction import doubt_of
 from ..diagnostics.diagnosis import without_chains
 from ..diagnostics.draws import guide_draws, random_state
 from ..distributed.processes import is_alone
@@ -155,7 +157,8 @@ class Result:
                 # whose chains would take minutes
                 if work_of_draw(guide.units, data) <= SUMMED:
                     how = self.model, guide, self.args, self.kwargs
-                    return without_chains(*how, self.khat) or self.khat
+                    found = without_chains(*how, self.khat)
+                    return found or replace(self.khat, doubt=doubt_of(*how[1:]))
             elif little:
                 return self.diagnosis
         return self.khat

@@ -89,8 +89,12 @@ class Gaussian:
 
     def holds(self, theta: Tensor) -> bool:
         """Whether theta (d,) is no further from the mean than draws are."""
+        return self.distance(theta) < len(theta) ** 0.5
+
+    def distance(self, theta: Tensor) -> float:
+        """How many standard deviations theta (d,) is away from the mean."""
         x = theta - self.loc
-        return bool(x @ self.precision @ x < len(x))
+        return float(x @ self.precision @ x) ** 0.5
 
 
 def holder(known: Iterable[Gaussian], theta: Tensor) -> Gaussian | None:

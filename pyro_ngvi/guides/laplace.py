@@ -28,11 +28,8 @@ A search that has a time to end by (:func:`ending_by`) stops there, wherever it 
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from contextlib import suppress
 from itertools import chain, islice
 from typing import Any
 
@@ -44,14 +41,18 @@ from ..families.full_rank import FullRankNormal
 from ..linalg.hessian import ROWS, bfgs, derivatives, eigen_abs
 from ..linalg.host import own_random_state
 from ..linalg.noise import centred
-from ..optim.ngvb import make_rule
+from .ascent import ascended
+from .deadline import is_late
 from .found import COMPARABLE, SAME, Found, Gaussian, holder, modes_of
+from .scouts import led
 
 LogDensity = Callable[[Tensor], Tensor]  # theta (S, d) to (S,)
 #: the d above which there is one point to start from, and the largest d
 MANY, LARGEST = 64, 500
 #: points where all lead to one ELBO; else at least, until so many led to the best ELBO, and at most
 STARTS, AGAIN, NEAR, MORE_STARTS = 4, 6, 3, 32
+#: points whose ends are looked at in one batch, how far these are from others, in sds beside sqrt(d)
+SCOUTS, FAR = 32, 3.0
 #: nats: a fall of log p between two modes, less of which is a bend
 BARRIER = 2.0
 #: evaluations after which no other path begins
@@ -65,23 +66,6 @@ DRAWS, COMPARED, FINAL, FINALISTS = 8, 32, 256, 3
 #: nats: a promised decrease that ends a path, a gain that ends the steps on expectations
 DECREASE, GAIN = 0.05, 0.1
 FULL = FullRankNormal()
-#: by ``time.monotonic()``, when searches are to end
-_END = ContextVar("end", default=math.inf)
-
-
-@contextmanager
-def ending_by(end: float) -> Iterator[None]:
-    """Searches in here end by then, a time of ``time.monotonic()``."""
-    token = _END.set(end)
-    try:
-        yield
-    finally:
-        _END.reset(token)
-
-
-def is_late() -> bool:
-    """Whether a search has no time left."""
-    return time.monotonic() > _END.get()
 
 
 class Search:
@@ -240,7 +224,7 @@ class Search:
 
     def run(self, family: Any, given: Tensors, points: Iterable[Tensor]) -> Found:
         """See :func:`best_gaussian`."""
-        reached, near = [], 0
+        reached, near, points = [], 0, iter(points)
         for point in islice(points, MORE_STARTS if self.d <= MANY else 1):
             end = self.visit(point)
             reached.append(-torch.inf if end is None else end.elbo)
@@ -248,6 +232,7 @@ class Search:
             enough = near == len(reached) == STARTS or (len(reached) >= AGAIN and near >= NEAR)
             if enough or self.evaluations > BUDGET or is_late():
                 break
+        reached += self.scouted(points)
         best = self.final()
         before, found = lower(self.log_ratio(family, given, COMPARED)), []
         if best is not None:
@@ -262,6 +247,25 @@ class Search:
         params = found[elbos.index(max(elbos))] if max(elbos, default=before) > before else None
         good = [q for q in self.ends if q.spread < SAME]
         return Found(params, tuple(reached), before, self.evaluations, self.apart(good))
+
+    def scouted(self, points: Iterator[Tensor]) -> list[float]:
+        """The largest ELBO from each place to which further points lead, in one batch, that is far from
+        all ends and may hold mass."""
+        reached: list[float] = []
+        ends = [q for q in self.ends if q.elbo > -torch.inf]
+        if self.d > MANY or not ends or self.evaluations > BUDGET or is_late():
+            return reached
+        best = max(ends, key=lambda q: q.elbo)
+        with suppress(RuntimeError, ValueError):  # as in a path, of all of them
+            W = torch.linalg.inv(best.precision)
+            theta, value, log_det = led(self.f, torch.stack([*islice(points, SCOUTS)]), W)
+            log_mass = 0.5 * log_det - value
+            least = 0.5 * torch.logdet(W) - self.f(best.loc[None])[0] - self.within
+            for x in theta[log_mass.argsort(descending=True)[: int((log_mass > least).sum())]]:
+                if all(q.distance(x) > FAR + self.d**0.5 for q in self.ends):
+                    end = self.visit(x)
+                    reached.append(-torch.inf if end is None else end.elbo)
+        return reached
 
     def apart(self, good: list[Gaussian]) -> tuple[Gaussian, ...]:
         """Those of comparable mass, if there are several, that others do not join without a fall."""
@@ -309,28 +313,6 @@ class Search:
 
     def smooths(self, q: Gaussian) -> bool:
         return self.d <= MANY and q.spread > 2.0 * GAIN and not is_late()
-
-
-def ascended(density: LogDensity, family: Any, params: Tensors, steps: int) -> Tensors:
-    """What so many steps of NGVB make of ``params``, of a seed of its own, if the ELBO is no lower."""
-    rule = make_rule(family, averaging=False)
-
-    def loss(q: Tensors, fixed: Tensors, n: int) -> Tensor:
-        z = family.draw(q, torch.Size((n,)))
-        return (family.log_prob(fixed, z) - density(z)).mean()
-
-    with own_random_state(0), torch.no_grad():
-        before, now, state = loss(params, params, FINAL), params, rule.init(params)
-        for _ in range(steps):
-            if is_late():
-                break
-            leaves = {name: v.detach().requires_grad_() for name, v in now.items()}
-            with torch.enable_grad():
-                found = torch.autograd.grad(loss(leaves, now, DRAWS), [*leaves.values()])
-            now, state, _ = rule.update(now, dict(zip(leaves, found, strict=True)), state)
-        after = loss(now, now, FINAL)
-    better = torch.isfinite(after) & ~(after > before)
-    return {name: torch.where(better, v, params[name]) for name, v in now.items()}
 
 
 def lower(ratio: Tensor, errors: float = 0.0) -> float:

@@ -82,7 +82,7 @@ def best_mixture(
 
     Components beyond the modes are further ones of the same scales, at a draw of each by turns.
     """
-    K, reached, modes, alone = family.num_components, [], [], 0
+    K, reached, modes, alone, points = family.num_components, [], [], 0, iter(points)
     with own_random_state(0), torch.no_grad():
         search = Search(density, given["loc"][0])
         search.within = -LEAST
@@ -97,6 +97,9 @@ def best_mixture(
             most = BUDGET if good and len(modes) >= K else 2 * BUDGET
             if alone > PATIENCE + before or search.evaluations > most:
                 break
+        reached += search.scouted(points)
+        good = [q for q in search.ends if q.spread < SAME]
+        modes = modes_of(good or search.ends, -LEAST)
 
         def elbo(params: Tensors) -> float:
             z = family.draw(params, torch.Size((FINAL,)))
@@ -113,7 +116,6 @@ def best_mixture(
             elbos = params["loc"].new_tensor([q.elbo for q in chosen])
             params["logits"] = elbos.log_softmax(-1).clamp_min(LEAST)
             params = params if elbo(params) > floor else None
-        good = [q for q in search.ends if q.spread < SAME]
         return Found(params, tuple(reached), floor, search.evaluations, search.apart(good))
 
 

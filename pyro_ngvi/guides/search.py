@@ -19,9 +19,10 @@ from ..families.base import Family, Tensors
 from ..linalg.host import own_random_state
 from ..runtime.model_density import ModelDensity
 from ..runtime.pyro_adapter import is_marked, model_as_given, unblocked
+from .ascent import ascended
 from .centers import init_to_center
 from .found import Found
-from .laplace import LARGEST, ascended
+from .laplace import LARGEST
 
 #: steps of the Gaussian start
 STEPS = 200

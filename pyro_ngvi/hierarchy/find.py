@@ -19,7 +19,7 @@ from ..runtime.density import Site, Sites, is_latent
 from ..runtime.pyro_adapter import is_marked
 from ..runtime.run import Minibatches, run_plainly
 from .probe import Probe, probed
-from .runs import Call, LocalSite, Model, Seen, is_gaussian
+from .runs import Call, LocalSite, Model, Seen, gaussian_of, is_gaussian
 from .units import Units
 
 #: most latent variables of one unit, and of a block, whose matrices are dense
@@ -149,13 +149,20 @@ def _start(site: Site) -> Any:
     return init_to_center(site)
 
 
+def _is_scale(site: Site) -> bool:
+    """Whether a site is one number that is Gaussian on another scale, as a log-normal sd is: data see
+    it times others, and no Gaussian site of a block is right for that."""
+    return site["value"].numel() == 1 and bool(gaussian_of(site)[1])
+
+
 def _block(call: Call, sites: Sites, latent: Sites, wanted: Sequence[str] | None) -> Units:
-    """All Gaussian latent sites as one unit, but those on which the prior of others hangs otherwise
-    than by a linear mean."""
+    """All Gaussian latent sites as one unit, but scales, and those on which the prior of others hangs
+    otherwise than by a linear mean."""
     if wanted is not None:
         units = as_block(latent, wanted)
     else:
-        units = as_block(latent, [n for n, s in latent.items() if is_gaussian(s)])
+        members = [n for n, s in latent.items() if is_gaussian(s) and not _is_scale(s)]
+        units = as_block(latent, members)
         if units.sites:
             units = as_block(latent, Probe(call, units, sites).linear_among())
     if not units.sites or not units.globals or units.width > MOST_OF_BLOCK:

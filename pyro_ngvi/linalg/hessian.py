@@ -43,10 +43,13 @@ def eigen_abs(H: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def bfgs(W: Tensor, s: Tensor, y: Tensor) -> Tensor:
-    """The inverse Hessian W (d, d) nearest to the last with W y = s, unless s'y <= 0."""
-    along = s @ y
-    if not bool(along > 1e-8 * s.norm() * y.norm()):
-        return W
-    s, w = s / along.sqrt(), (W @ y) / along.sqrt()
-    grown = W + (1.0 + y @ w / along.sqrt()) * torch.outer(s, s)
-    return grown - torch.outer(w, s) - torch.outer(s, w)
+    """The inverse Hessian W (..., d, d) nearest to the last with W y = s, unless s'y <= 0."""
+    along = (s * y).sum(-1, keepdim=True)
+    known = along > 1e-8 * (s.norm(dim=-1, keepdim=True) * y.norm(dim=-1, keepdim=True))
+    root = torch.where(known, along, 1.0).sqrt()
+    s, w = s / root, (W @ y.unsqueeze(-1)).squeeze(-1) / root
+    across = w.unsqueeze(-1) * s.unsqueeze(-2)
+    both = (1.0 + (y * w).sum(-1, keepdim=True) / root).unsqueeze(-1) * (
+        s.unsqueeze(-1) * s.unsqueeze(-2)
+    )
+    return torch.where(known.unsqueeze(-1), W + both - across - across.mT, W)

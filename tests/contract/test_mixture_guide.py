@@ -16,6 +16,7 @@ from pyro.infer import SVI
 import pyro_ngvi as ngvi
 from pyro_ngvi.guides.laplace import Search
 from pyro_ngvi.guides.marginals import SiteValue
+from pyro_ngvi.guides.scouts import led
 from tests.contract.registry import data, regression
 
 
@@ -266,17 +267,75 @@ def test_a_mode_half_way_does_not_join_two_others() -> None:
     assert len(search.apart([search.gaussian(loc, torch.eye(2)) for loc in places])) == 3
 
 
-def test_the_ladder_has_a_component_for_each_mode() -> None:
+@pytest.mark.parametrize("scouts", [True, False])
+def test_the_ladder_has_a_component_for_each_mode(
+    scouts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not scouts:  # the first search sees three, that of a mixture the fourth
+        monkeypatch.setattr(Search, "scouted", lambda self, points: [])
     fit = ngvi.fit(corners, guide="auto", seed=0, progress=False, max_steps=5)
-    assert [rung.guide for rung in fit.rungs[1:]] == ["AutoMixtureNormal"] * 2
+    assert [rung.guide for rung in fit.rungs[1:]] == ["AutoMixtureNormal"] * (1 + (not scouts))
     assert fit.guide.weights.tolist() == pytest.approx([0.4, 0.3, 0.2, 0.1], abs=0.01)
     assert not fit.guide.lost and abs(fit.elbo[0]) < 0.01  # the evidence is 1
 
 
+def square(prior: float) -> Any:
+    """Data see b^2: of the prior a third or a fourth leads to the mode with the smaller mass."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.rand(30, generator=generator)
+    y = 1.5 * x + 0.4 * torch.randn(30, generator=generator)
+
+    def model() -> None:
+        b: Any = pyro.sample("b", dist.Normal(y.new_full((), prior), 0.8))
+        s: Any = pyro.sample("s", dist.HalfNormal(y.new_ones(())))
+        with pyro.plate("data", 30):
+            pyro.sample("y", dist.Normal(b.square() * x, s), obs=y)
+
+    return model
+
+
+@pytest.mark.parametrize("prior", [0.3, 0.6])
+def test_a_mode_that_no_path_leads_to_is_seen_from_many_points(
+    prior: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By symmetry the other mode has the share 1 / (1 + exp(2 prior |b| / .64)) of the mass."""
+    fit = ngvi.fit(square(prior), seed=0, progress=False)
+    assert fit.khat.modes == 2 and fit.verdict.decision in ("unclear", "unusable")
+    auto = ngvi.fit(square(prior), seed=0, progress=False, guide="auto")
+    b = auto.sample(4000, seed=0)["b"]
+    share = 1.0 / (1.0 + (2.0 * prior * b.abs() / 0.64).exp()).mean()
+    assert float((b < 0.0).double().mean()) == pytest.approx(float(share), abs=0.03)
+    monkeypatch.setattr(Search, "scouted", lambda self, points: [])
+    guide = ngvi.AutoFullRankNormal(square(prior))
+    guide()
+    assert guide.start_report is not None
+    assert guide.start_report.modes == 1 or prior == 0.3
+
+
+def test_a_batch_of_points_is_led_to_the_modes_near_them() -> None:
+    centres = torch.tensor([[-4.0, 1.0], [5.0, 0.0]]).double()
+    scale = torch.tensor([[1.0, 0.1], [0.5, 3.0]]).double()
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        parts = dist.Normal(centres, scale).log_prob(x.unsqueeze(-2)).sum(-1)
+        return -parts.logsumexp(-1).where(x[:, 0] < 50.0, torch.nan)
+
+    points = torch.tensor([[-6.0, 0.0], [-3.0, 2.0], [6.0, 2.0], [4.0, -1.0], [60.0, 0.0]]).double()
+    theta, value, log_det = led(f, points, torch.eye(2).double())
+    ends = centres[[0, 0, 1, 1]]  # and none from where there is no density
+    assert torch.allclose(
+        (theta - ends) / scale[[0, 0, 1, 1]], torch.zeros(4, 2).double(), atol=0.5
+    )
+    assert torch.allclose(value, f(theta)) and log_det.isfinite().all()
+
+
 @pytest.mark.filterwarnings("ignore:AutoCouplingFlow")
-def test_the_ladder_keeps_a_mode_that_the_first_guide_was_in() -> None:
+def test_the_ladder_keeps_a_mode_that_the_first_guide_was_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A flow that goes to the other mode, with .92 of the mass, would be called good: .08 nats."""
-    torch.set_default_dtype(torch.float32)  # the search for the first guide finds one of two modes
+    torch.set_default_dtype(torch.float32)  # the paths for the first guide find one of two modes
+    monkeypatch.setattr(Search, "scouted", lambda self, points: [])
     torch.manual_seed(5)
     y = torch.cat([0.6 * torch.randn(9) - 3.0, 0.6 * torch.randn(8) + 3.0, torch.randn(3)])
 

@@ -85,6 +85,7 @@ FILLED = {
         'pyro_ngvi.BatchedELBO(num_particles, curvature="price")'
     ),
     "BatchedELBO(...)": "BatchedELBO(8)",
+    "IFVB(guide)": "IFVB(normal)",
     "IFVB(averaging=True)": "IFVB(normal, averaging=True)",
     'pyro.sample("{}", dist.Uniform(-math.pi, math.pi))': (
         'pyro.sample("angle", dist.Uniform(-math.pi, math.pi))'

@@ -1,0 +1,65 @@
+"""Where many points lead at once: BFGS steps of all of them, in one batch.
+
+A search that follows one path after the other ends when a few agree, and six may all miss a mode to
+which a third of the prior leads.  Most of the time of a small model is that of calls, so that many
+points in one batch cost what a path or two do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..linalg.hessian import bfgs
+
+#: steps at most, lengths of them that are tried, nats of promised decrease that end a point's, and the
+#: share of points behind the last of which nobody waits
+STEPS, LENGTHS, DECREASE, ENOUGH = 30, (1.0, 0.3, 0.1, 0.01), 0.05, 0.8
+
+
+def led(f: Callable[[Tensor], Tensor], theta: Tensor, W: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """From points (S, d), with W (d, d) for an inverse Hessian at first: those that come to rest
+    (R, d), f there (R,), and what the ways say of log |H^-1| (R,)."""
+
+    def value_and_gradient(x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            value = f(leaf)
+            return value.detach(), torch.autograd.grad(value.sum(), leaf)[0]
+
+    value, g = value_and_gradient(theta)
+    W = W.expand(len(theta), *W.shape)
+    ended = ~(value.isfinite() & g.isfinite().all(-1))
+    rests = torch.zeros_like(ended)
+    for _ in range(STEPS):
+        step = -torch.einsum("sij,sj->si", W, g)
+        slope = (g * step).sum(-1)
+        rests |= ~ended & (-slope < DECREASE)
+        ended |= rests
+        moves = (~ended).nonzero()[:, 0]
+        for length in LENGTHS:
+            if not len(moves):
+                break
+            new = theta[moves] + length * step[moves]
+            there, g_there = value_and_gradient(new)
+            falls = (there <= value[moves] + 1e-4 * length * slope[moves]) & g_there.isfinite().all(
+                -1
+            )
+            done, s, y = (
+                moves[falls],
+                new[falls] - theta[moves][falls],
+                g_there[falls] - g[moves][falls],
+            )
+            W = W.index_copy(0, done, bfgs(W[done], s, y))
+            theta = theta.index_copy(0, done, new[falls])
+            value, g = (
+                value.index_copy(0, done, there[falls]),
+                g.index_copy(0, done, g_there[falls]),
+            )
+            moves = moves[~falls]
+        ended = ended.index_fill(0, moves, True)  # none of the lengths lowers f there
+        if bool(ended.sum() > ENOUGH * len(ended)):
+            break
+    return theta[rests], value[rests], torch.logdet(W[rests])
