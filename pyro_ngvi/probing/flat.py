@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import pyro
 import torch
 from torch import Tensor
 
 from ..linalg.host import own_random_state
 from ..runtime.density import is_latent, site_log_prob, with_density
 from ..runtime.run import Minibatches, Program, Values, at_particle, look, run_plainly
+
+#: draws of the prior at which a site that matters has a gradient
+PRIOR = 4
 
 
 def flat_sites(model: Program, values: Values, args: Any, kwargs: Any) -> dict[str, bool]:
@@ -23,6 +27,11 @@ def flat_sites(model: Program, values: Values, args: Any, kwargs: Any) -> dict[s
     count = len(next(iter(values.values()))) if names else 0
     draws = [at_particle(s, values, None) for s in range(count)]
     for at in draws:
+        names = _flat_at(model, at, names, args, kwargs) if names else []
+    for seed in range(PRIOR if names else 0):  # where a guide lies a sigmoid may be flat
+        with own_random_state(seed), torch.no_grad(), pyro.validation_enabled(False):
+            drawn = look(model, {}, args, kwargs)
+        at = draws[0] | {name: drawn[name]["value"] for name in names}
         names = _flat_at(model, at, names, args, kwargs) if names else []
     found = {}
     for name in names:

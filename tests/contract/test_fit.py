@@ -301,6 +301,23 @@ def test_leave_one_out_of_a_fit_is_that_of_the_posterior() -> None:
     assert "intervals" == fit.verdict.decision == ngvi.compare({"": fit}).decision.iloc[0]
 
 
+def test_a_fit_is_read_whatever_the_prior_would_draw() -> None:
+    """Of draws of the prior more than half give no valid rate."""
+    x, y = torch.linspace(100.0, 900.0, 30), torch.full((30,), 2.0)
+
+    def model(y: Tensor) -> None:
+        b = pyro.sample("b", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", 30):
+            pyro.sample("y", dist.Gamma(3.0, (-b * x).to(torch.float32).exp()), obs=y)
+
+    fits = [ngvi.fit(model, y, seed=seed, progress=False) for seed in range(4)]
+    for seed, fit in enumerate(fits):
+        pyro.set_rng_seed(seed)
+        assert "No verdict" not in repr(fit)
+        assert fit.loo() is not None
+    assert len({round(fit.elbo[0], 1) for fit in fits}) == 1
+
+
 def test_leave_one_out_given_a_point_in_some_sites() -> None:
     def model(y: Tensor) -> None:
         s = pyro.sample("s", dist.LogNormal(y.new_zeros(()), 1.0))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pyro
@@ -455,6 +455,50 @@ def test_a_gaussian_block_is_integrated_out_exactly() -> None:
     prior = dist.HalfNormal(ZERO + 1.0)
     of_globals = prior.log_prob(values["s"]) + prior.log_prob(values["noise"])
     assert torch.allclose(trace, wanted + of_globals, rtol=0.0, atol=1e-8)
+
+
+X = torch.linspace(0.0, 6.0, T).double()
+
+
+def regressed(positive: bool, y: Tensor, x: Tensor = X) -> None:
+    """A Gaussian process whose noise is log-normal, or the exponential of a Gaussian site."""
+    length: Any = pyro.sample("length", dist.LogNormal(ZERO, 1.0))
+    if positive:
+        noise: Any = pyro.sample("noise", dist.LogNormal(ZERO - 1.0, 1.0))
+    else:
+        noise = pyro.sample("log_noise", dist.Normal(ZERO - 1.0, 1.0)).exp()
+    squares = (x - x[:, None]).square()
+    cov = (-0.5 * squares / length[..., None, None].square()).exp() + 1e-6 * torch.eye(len(y))
+    f: Any = pyro.sample("f", dist.MultivariateNormal(torch.zeros(len(y)).double(), cov))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(f, noise[..., None] if noise.dim() else noise), obs=y)
+
+
+def test_a_log_normal_number_is_a_global_and_the_evidence_exact() -> None:
+    guide, _ = fitted(partial(regressed, True, Y), steps=10)
+    assert guide.units.globals == ("length", "noise")
+    at = {
+        "length": torch.tensor([0.1, 0.5, 3.0]).double(),
+        "noise": ZERO + torch.tensor([1.0, 0.3, 2.0]),
+    }
+    cov = (-0.5 * (X - X[:, None]).square() / at["length"][:, None, None].square()).exp()
+    cov = cov + (1e-6 + at["noise"].square())[:, None, None] * torch.eye(T)
+    exact = dist.MultivariateNormal(torch.zeros(T).double(), cov).log_prob(Y)
+    found = ngvi.collapse(guide).log_marginals(at).sum(-1)
+    assert torch.allclose(found, exact, atol=1e-9)
+
+
+def test_weights_alone_do_not_vouch_for_a_block_that_cannot_be_integrated_out() -> None:
+    """By a grid the sd of the log length is .36, and the guide's .26, of all draws."""
+    torch.manual_seed(2)
+    x = torch.sort(6.0 * torch.rand(30).double()).values
+    y = (3.0 * x).sin() + 0.7 * torch.randn(30).double()
+    fit = ngvi.fit(partial(regressed, False, y, x), seed=0, progress=False)
+    assert fit.guide.units.names == ("log_noise", "f")
+    assert fit.khat.decision == "intervals" and fit.verdict.decision == "unclear"
+    assert "Not clear (k-hat" in repr(fit) and "Take ngvi.integrate(model, *args) or NUTS." in repr(
+        fit
+    )
 
 
 def test_draws_given_the_globals_are_those_of_the_posterior() -> None:

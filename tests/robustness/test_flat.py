@@ -103,4 +103,15 @@ def test_a_hinge_that_is_idle_at_some_draws_is_seen() -> None:
 
     values = {"bend": torch.tensor([-1.0, -0.5, -2.0, 0.7])}
     assert flat_sites(hinge, values, (Y,), {}) == {}
-    assert flat_sites(hinge, {"bend": values["bend"][:3]}, (Y,), {}) == {"bend": False}
+    idle = {"bend": values["bend"][:3]}
+    assert flat_sites(hinge, idle, (Y,), {}) == {}  # draws of the prior are beyond the bend
+
+
+def test_a_sigmoid_that_is_flat_where_a_guide_lies_is_seen() -> None:
+    def separated(y: Tensor) -> None:
+        slope = pyro.sample("slope", dist.Cauchy(0.0, 2.5))
+        with pyro.plate("data", 5):
+            logits = slope * torch.arange(-2.0, 3.0)
+            pyro.sample("y", dist.Bernoulli(logits=logits), obs=(logits > 0.0).to(y))
+
+    assert flat_sites(separated, {"slope": torch.tensor([1e4, 2e4])}, (Y,), {}) == {}
