@@ -292,14 +292,14 @@ STEPS = (
     Mutant(
         "BFGS: curvature below zero taken",
         "linalg/hessian.py",
-        "along > 1e-8 * s.norm() * y.norm()",
+        "along > 1e-8 * (s.norm(dim=-1, keepdim=True) * y.norm(dim=-1, keepdim=True))",
         "along != 0.0",
         ("test_laplace_start",),
     ),
     Mutant(
         "BFGS: second term left out",
         "linalg/hessian.py",
-        "(1.0 + y @ w / along.sqrt())",
+        "(1.0 + (y * w).sum(-1, keepdim=True) / root)",
         "1.0",
         ("test_laplace_start",),
     ),

@@ -46,17 +46,17 @@ def predict(
     Go through much new data in parts, with *kept* draws, which all parts then share:
     ``predict(model, to_arviz(model, guide, X, y), X_part)``.
 
-    A guide knows the units that it was trained on. A latent site with a value for each of them (a
-    plate over rows, not over groups) is refused where the new arguments give it another size, and
-    comes with a warning where it has the same, since the new rows may be other units. For other units
-    name the site in ``from_prior``. A process over the inputs follows to new ones where the guide is
-    ``AutoSites``; kept draws and other guides know it at the inputs of the fit alone.
+    A guide knows the units that it was trained on. A latent site with a value for each of them (a plate
+    over rows, not over groups) is refused where the new arguments give it another size, and comes with
+    a warning where it has the same. For other units name it in ``from_prior``. A process over inputs
+    follows to new ones where the guide is ``AutoSites``; all else knows it at those of the fit alone.
 
     Args:
         model: the Pyro model. If a keyword argument of it has the name of an option here, bind it
             first with ``functools.partial``.
         guide: any trained Pyro guide of it, called with the new arguments; or kept draws: what
-            :func:`to_arviz` returned, or another container with a group ``posterior``.
+            :func:`to_arviz` returned, or another container with a group ``posterior``; a dict of
+            (S, ...), as ``samples`` of :func:`pyro_ngvi.integrate` or ``get_samples()`` of MCMC.
         args: what the model is called with, and ``kwargs``.
         num_samples: S. ``None`` for 1,000 from a guide, and for all kept draws; fewer of these are
             taken at equal distances.
@@ -127,15 +127,17 @@ def _refuse_other_units(guide: AutoHierarchical, sites: Sites) -> None:
 
 
 def _kept(kept: Any, num_samples: int | None, arguments: list[Any]) -> dict[str, Tensor]:
-    """The draws of the group ``posterior``, chains one after the other, (S, ...)."""
+    """The draws of the group ``posterior``, chains one after the other, or of a dict, (S, ...)."""
     try:
-        variables = kept["posterior"].data_vars
-        arrays = {str(n): x.transpose("chain", "draw", ...).values for n, x in variables.items()}
-    except (TypeError, KeyError, AttributeError, ValueError) as error:
-        raise TypeError(
-            f"predict takes a guide, or what to_arviz returned, and got {type(kept).__name__}."
-        ) from error
-    arrays = {name: x.reshape(-1, *x.shape[2:]) for name, x in arrays.items()}
+        if isinstance(kept, dict):
+            arrays = {name: torch.as_tensor(x).numpy(force=True) for name, x in kept.items()}
+        else:
+            each = kept["posterior"].data_vars.items()
+            arrays = {str(n): x.transpose("chain", "draw", ...).values for n, x in each}
+            arrays = {name: x.reshape(-1, *x.shape[2:]) for name, x in arrays.items()}
+    except (TypeError, KeyError, AttributeError, ValueError, RuntimeError) as error:
+        got = f"to_arviz returned, or a dict of draws (S, ...), and got {type(kept).__name__}."
+        raise TypeError(f"predict takes a guide, what {got}") from error
     total = min((len(x) for x in arrays.values()), default=0)
     num_samples = total if num_samples is None else num_samples
     if not 1 <= num_samples <= total:
@@ -170,7 +172,7 @@ class NewData:
             with _AtFirstDraw({name: x[0] for name, x in dotted.items()}):
                 ran = look(self.program, {}, minibatches=minibatches)
         except (TypeError, AttributeError) as error:
-            way = "Give the data a default (y=None), or pass any tensor in their place, they are drawn"
+            way = "Give the data a default (y=None), or any values, torch.zeros(len(X)): they are drawn"
             if "unexpected keyword" in str(error):
                 way = "Options of predict are num_samples, sites, from_prior, batch_size and seed"
             raise ValueError(f"The model cannot run on these arguments: {error}. {way}.") from error
@@ -226,9 +228,9 @@ class NewData:
                 args, kwargs = tree_map(partial(_without_last, size=size), self.call)
                 fewer = look(self.model, {}, args, kwargs)
             notes += [
-                f"The latent site {name!r} has an entry for each row of the new data in {plate!r}; its "
-                f"draws are of the rows of the fit. For a function at new inputs predict by its "
-                f"AutoSites guide, or fit with them, masked; from_prior=[] for the same rows."
+                f"The latent site {name!r} has an entry for each row in {plate!r} of the fit. The same "
+                f"rows? Say predict(..., from_prior=[]). Others: fit with them, masked, or predict by "
+                f"an AutoSites guide, which follows to new inputs."
                 for name in alike
                 if name in fewer and fewer[name]["fn"].shape() != shapes[name]
             ]

@@ -295,7 +295,7 @@ class Result:
         tier, reason = getattr(self.svi, "tier", ""), getattr(self.svi, "reason", "")
         how = f" ({tier}{', since ' * bool(reason)}{reason})" if tier else ""
         took = f"{self.steps} steps{how}, {self.seconds:.2g} s"
-        lines.append(f"{self.why_stopped} after {took}{left}")
+        lines.append(f"{self.why_stopped or 'not ended'} after {took}{left}")
         try:
             verdict, (elbo, error) = self._verdict_in_words, self.elbo
             lines.append(f"ELBO {elbo:.2f} +- {error:.2f} nats. {verdict}")

@@ -73,6 +73,10 @@ def test_given_draws_give_what_pyro_gives(data: Any) -> None:
     found = ngvi.predict(model, idata, new)
     assert list(found) == ["mean", "y"]  # the sites that are no latent ones of the guide
     torch.testing.assert_close(found["mean"], expected["mean"].reshape(50, M))
+    plain = ngvi.predict(model, draws, new)  # as get_samples() of MCMC gives them
+    torch.testing.assert_close(plain["mean"], found["mean"])
+    with pytest.raises(TypeError, match="a dict of draws"):
+        ngvi.predict(model, {"w": "draws"}, new)
 
 
 @pytest.mark.filterwarnings("ignore:resample=.psis. cannot be relied on")  # it is not trained
@@ -259,8 +263,8 @@ def test_guides_of_other_models_are_refused(data: Any) -> None:
     idata = ngvi.to_arviz(model, other, X, y, num_samples=50)
     with pytest.raises(ValueError, match="which are no latent sites of the model"):
         ngvi.predict(schools, idata, torch.ones(8))
-    with pytest.raises(TypeError, match="takes a guide, or what to_arviz returned"):
-        ngvi.predict(model, {"w": X}, new)
+    with pytest.raises(TypeError, match="takes a guide, what to_arviz returned"):
+        ngvi.predict(model, [X], new)
     with pytest.raises(ValueError, match="AutoNormal has never been called"):
         ngvi.predict(model, AutoNormal(model), new)
     with pytest.raises(ValueError, match=r"sites names \['z'\], but the sites of the model are"):
