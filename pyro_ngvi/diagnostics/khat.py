@@ -77,6 +77,7 @@ class KHat:
             (``AutoWalshHadamard``): weights and ``elbo`` are of the model with that prior.
         modes: how many modes of comparable mass the search for the guide's start found, and
             ``modes_held`` how many of these its draws are in.
+        mirrored: which mirror image of the draws is a mode of its own, in words; one of ``modes``.
         doubt: why good weights are not enough for this guide, in words, if they are not.
     """
 
@@ -95,6 +96,7 @@ class KHat:
     replaced: tuple[str, ...] = ()
     modes: int = 1
     modes_held: int = 1
+    mirrored: str = ""
     doubt: str = ""
 
     @cached_property
@@ -131,6 +133,8 @@ class KHat:
         """That there are modes of which the guide holds nothing, in words; else empty."""
         if self.modes_held >= self.modes:
             return ""
+        if self.mirrored:
+            return self.mirrored
         return (
             f"The search for a start found {self.modes} modes of comparable mass, and draws of the "
             f"guide are in {self.modes_held}: take functools.partial(pyro_ngvi.AutoMixtureNormal, "

@@ -16,6 +16,7 @@ from ..runtime.density import LatentLayout, Sites, site_log_prob, to_unconstrain
 from ..runtime.model_density import Parts, map_draws
 from .draws import Draws, Fitted, random_state, sites_of_kind, warn_of_rounding
 from .khat import EVEN, FEWEST, HALF, KHat
+from .mirrors import mirrored
 from .weights import (
     MIN_DRAWS,
     NOTICED,
@@ -100,6 +101,9 @@ def judge(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> KHat:
         blocks = [block for _, block in find_blocks(fitted.guide.func)]
         replaced = tuple(name for block in blocks for name in block.replaced_priors)
         found = _with_modes(found, blocks, draws)
+        if found.ess > 0.0 and fitted.batches is None and not (fitted.whole or found.other_modes):
+            if words := mirrored(fitted, draws, batch_size):
+                found = replace(found, modes=found.modes + 1, mirrored=words)
         missed, alone = None, not (fitted.whole or replaced) and (more or not fitted.batches)
         # what depends on enumerated sites has no density of its own to draw from
         # nor do processes draw the same from it, and minibatches are gone through once more

@@ -1,0 +1,113 @@
+r"""Modes that are mirror images of a guide's: signs that data do not see, components to be exchanged.
+
+A map R of the latent sites that keeps volumes takes draws z of q to draws of q(R^-1 .), so that
+
+.. math:: E_q \frac{p(y, R z)}{q(z)}
+
+is the mass of p(y, .) where R q lies, as E_q p(y, z) / q(z) is that where q lies.  Where R z are far
+from all z, and the first is a twentieth of the second or more, q holds nothing of a mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+from typing import Any
+
+import torch
+from pyro import poutine, validation_enabled
+from torch import Tensor
+from torch.distributions import constraints
+
+from ..guides.found import COMPARABLE
+from ..runtime.density import Sites, plain_support, site_log_prob
+from ..runtime.model_density import Parts, map_draws
+from .draws import Draws, Fitted
+from .weights import evidence_of
+
+Values = dict[str, Tensor]
+#: draws that are mapped, a few of them first, nats that these may lack, and sds by which the mean of an
+#: entry has to move
+DRAWS, FEW, HOPELESS, APART = 250, 10, 30.0, 6.0
+#: sites whose signs are turned by pairs, entries that are exchanged, and maps, at most
+PAIRED, ENTRIES, MOST = 4, 5, 24
+
+
+def mirrored(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> str:
+    """The mirror image with the largest mass, in words; empty where there is none to speak of."""
+    values = {name: x[:DRAWS] for name, x in draws.values.items()}
+    log_q, count = draws.log_q[:DRAWS], min(DRAWS, len(draws.log_q))
+    own, best, words = evidence_of(draws.log_ratio[:DRAWS]).log, -torch.inf, ""
+
+    def log_p(sites: Sites) -> Parts:
+        terms = [site_log_prob(site)[1].double().sum() for site in sites.values()]
+        return {"": {"": torch.stack(terms).sum()}}
+
+    def mass_at(at: Values, count: int) -> float:
+        few = {name: x[:count] for name, x in at.items()}
+        with torch.no_grad(), poutine.block(), validation_enabled(False):
+            found = map_draws(fitted.joint, log_p, few, count, batch_size)[""][""] - log_q[:count]
+        return evidence_of(found.nan_to_num(-torch.inf).cpu().numpy()).log
+
+    for what, at in _mirrors(values, fitted.sites):
+        if mass_at(at, min(FEW, count)) < own - HOPELESS:
+            continue
+        mass = mass_at(at, count)
+        if mass > max(best, own - COMPARABLE):
+            best, share = mass, 1.0 / (1.0 + torch.tensor(own - mass).exp())
+            words = (
+                f"There is another mode, with {what} and {share:.0%} of the mass, of which the guide "
+                f"holds nothing: take a prior that rules it out, or functools.partial("
+                f"pyro_ngvi.AutoMixtureNormal, num_components=2) for a guide."
+            )
+    return words
+
+
+def _mirrors(values: Values, sites: Sites) -> Iterator[tuple[str, Values]]:
+    found = 0
+    for what, at in (*_signs(values, sites), *_exchanges(values, sites)):
+        if found < MOST and any(_is_apart(values[name], x) for name, x in at.items()):
+            found += 1
+            yield what, values | at
+
+
+def _is_apart(before: Tensor, after: Tensor) -> bool:
+    sd = before.std(0).maximum(after.std(0))
+    return bool(((before.mean(0) - after.mean(0)).abs() > APART * sd).any())
+
+
+def _signs(values: Values, sites: Sites) -> Iterator[tuple[str, Values]]:
+    real = [n for n in values if plain_support(sites[n]["fn"].support) is constraints.real]
+    groups = [*combinations(real, 1), *(combinations(real, 2) if len(real) <= PAIRED else ())]
+    for names in [*groups, tuple(real)] if len(real) > 2 else groups:
+        named = ", ".join(map(repr, names[:3])) + " ..." * (len(names) > 3)
+        yield f"the signs of {named} turned", {name: -values[name] for name in names}
+
+
+def _exchanges(values: Values, sites: Sites) -> Iterator[tuple[str, Values]]:
+    for size in range(2, ENTRIES + 1):
+        having = {n: x for n, x in values.items() if size in x.shape[1:]}
+        if any(
+            sites[n]["fn"].support.event_dim > 1 for n in having
+        ):  # a matrix is no list of entries
+            continue
+        shares = {n: 1.0 - x for n, x in values.items() if _is_share(sites[n], x) and size == 2}
+        for i, j in combinations(range(size), 2) if having else ():
+            order = torch.arange(size)
+            order[i], order[j] = j, i
+            at = {name: _ordered(x, order.to(x.device)) for name, x in having.items()}
+            named = ", ".join(map(repr, having))
+            yield f"entries {i} and {j} of {named} exchanged", at
+            if shares:
+                yield f"entries {i} and {j} of {named} exchanged", at | shares
+
+
+def _ordered(x: Tensor, order: Tensor) -> Tensor:
+    for axis in range(1, x.dim()):
+        if x.shape[axis] == len(order):
+            x = x.index_select(axis, order)
+    return x
+
+
+def _is_share(site: Any, x: Tensor) -> bool:
+    return x[0].numel() == 1 and plain_support(site["fn"].support) is constraints.unit_interval

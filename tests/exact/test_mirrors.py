@@ -1,0 +1,111 @@
+"""Mirror images of a guide's draws that are modes of their own, with their shares of the mass."""
+
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import config_enumerate
+from pyro.infer.autoguide import AutoNormal
+
+import pyro_ngvi as ngvi
+
+ZERO = torch.zeros(()).double()
+
+
+def noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
+SQUARE = 1.5 + 0.5 * noise(30)
+GROUPS = noise(15, seed=3).repeat(4) + 0.5 * noise(60)
+PARTS = torch.cat([noise(12) - 3.0, noise(28, seed=1) + 3.0])
+X = noise(60, 3)
+LINE = X @ torch.tensor([2.0, -1.0, 3.0]).double() + noise(60, seed=2)
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> None:
+    pyro.clear_param_store()
+
+
+def fitted(model: Any, guide: Any, **how: Any) -> Any:
+    return ngvi.fit(model, guide=guide, seed=0, progress=False, **how)
+
+
+def squared() -> None:
+    b: Any = pyro.sample("b", dist.Normal(ZERO + 0.3, 0.8))
+    with pyro.plate("data", 30):
+        pyro.sample("y", dist.Normal(b.square(), 0.5), obs=SQUARE)
+
+
+def told(fit: Any) -> str:
+    assert fit.verdict.decision in ("unclear", "unusable") and fit.khat.modes == 2
+    words = fit.khat.mirrored
+    assert fit.verdict.verdict.startswith(words) and 0 < len(words) <= 240
+    return words
+
+
+@pytest.mark.parametrize("kind", ["flow", "Pyro's"])
+def test_a_sign_that_data_do_not_see(kind: str) -> None:
+    """The share is 1 / (1 + exp(2 0.3 |b| / 0.64)): of the prior's densities at -b and b."""
+    guide = "AutoCouplingFlow" if kind == "flow" else AutoNormal(squared)
+    with pytest.warns(UserWarning, match="single latent") if kind == "flow" else _nothing():
+        fit = fitted(squared, guide, max_steps=60)
+    b = fit.sample(1000, seed=0)["b"]
+    share = float(1.0 / (1.0 + (2.0 * 0.3 * b / 0.64).exp()).mean())
+    words = told(fit)
+    assert words.startswith("There is another mode, with the signs of 'b' turned and ")
+    found = float(words.split("and ")[1].split("%")[0]) / 100.0
+    assert found == pytest.approx(share, abs=0.02)
+
+
+class _nothing:
+    def __enter__(self) -> None: ...
+    def __exit__(self, *args: object) -> None: ...
+
+
+def product() -> None:
+    s: Any = pyro.sample("s", dist.Normal(ZERO, 1.0))
+    with pyro.plate("groups", 15):
+        z: Any = pyro.sample("z", dist.Normal(ZERO, 1.0))
+    with pyro.plate("data", 60):
+        pyro.sample("y", dist.Normal(s * z[torch.arange(60) % 15], 0.5), obs=GROUPS)
+
+
+def test_signs_of_two_sites_together() -> None:
+    words = told(fitted(product, AutoNormal(product), max_steps=150))
+    assert "the signs of 's', 'z' turned and 50% of the mass" in words
+
+
+@config_enumerate
+def components() -> None:
+    w: Any = pyro.sample("w", dist.Beta(ZERO + 2.0, 2.0))
+    c: Any = pyro.sample("c", dist.Normal(torch.zeros(2).double(), 3.0).to_event(1))
+    with pyro.plate("data", 40):
+        k: Any = pyro.sample("k", dist.Bernoulli(w))
+        pyro.sample("y", dist.Normal(c[k.long()], 1.0), obs=PARTS)
+
+
+def test_components_and_their_weight_exchanged() -> None:
+    guide = ngvi.AutoFullRankNormal(components, init=None, init_loc_fn=_apart)
+    words = told(fitted(components, guide))
+    assert "with entries 0 and 1 of 'c' exchanged and 50% of the mass" in words
+
+
+def _apart(site: Any) -> Any:
+    return {"w": ZERO + 0.5, "c": torch.tensor([-2.0, 2.0]).double()}.get(site["name"])
+
+
+def regressed() -> None:
+    w: Any = pyro.sample("w", dist.Normal(torch.zeros(3).double(), 5.0).to_event(1))
+    s: Any = pyro.sample("s", dist.HalfNormal(ZERO + 2.0))
+    with pyro.plate("data", 60):
+        pyro.sample("y", dist.Normal(X @ w, s), obs=LINE)
+
+
+def test_nothing_is_said_where_there_is_one_mode_or_the_guide_holds_both() -> None:
+    assert fitted(regressed, AutoNormal(regressed), max_steps=60).khat.mirrored == ""
+    both = fitted(squared, ngvi.AutoMixtureNormal(squared, 2))
+    assert both.khat.mirrored == "" and both.verdict.ok
