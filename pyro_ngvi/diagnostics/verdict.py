@@ -101,7 +101,9 @@ def judge(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> KHat:
         blocks = [block for _, block in find_blocks(fitted.guide.func)]
         replaced = tuple(name for block in blocks for name in block.replaced_priors)
         found = _with_modes(found, blocks, draws)
-        if found.ess > 0.0 and fitted.batches is None and not (fitted.whole or found.other_modes):
+        # a guide that is far from all modes has mirror images that are as far
+        near = found.ess > 0.0 and not found.tail_is_too_heavy and not found.other_modes
+        if near and fitted.batches is None and not fitted.whole:
             if words := mirrored(fitted, draws, batch_size):
                 found = replace(found, modes=found.modes + 1, mirrored=words)
         missed, alone = None, not (fitted.whole or replaced) and (more or not fitted.batches)

@@ -9,7 +9,8 @@ mu raised fourfold where f would not fall and lowered where it does (Levenberg 1
 of Dauphin et al. 2014 leave saddles).  A few gradients correct W (BFGS) before the next Hessian.  Every
 Hessian makes its N(theta, |H|^-1), Laplace's approximation where theta is the mode; on a hierarchical
 posterior, whose mode may be degenerate, an early one has the largest ELBO.  A path ends where it comes
-into the typical set of a Gaussian of another.
+into the typical set of a Gaussian of another.  When enough paths agree many more points go down at once
+(:mod:`.scouts`), and those that come to rest far from all ends begin paths.
 
 **Away from it**, where log p - log N varies over the draws of the best N(m, P^-1) of a path: with q the
 nearest member of the family,

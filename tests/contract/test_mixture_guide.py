@@ -336,6 +336,7 @@ def test_the_ladder_keeps_a_mode_that_the_first_guide_was_in(
     """A flow that goes to the other mode, with .92 of the mass, would be called good: .08 nats."""
     torch.set_default_dtype(torch.float32)  # the paths for the first guide find one of two modes
     monkeypatch.setattr(Search, "scouted", lambda self, points: [])
+    monkeypatch.setattr("pyro_ngvi.diagnostics.verdict.mirrored", lambda *args: "")
     torch.manual_seed(5)
     y = torch.cat([0.6 * torch.randn(9) - 3.0, 0.6 * torch.randn(8) + 3.0, torch.randn(3)])
 

@@ -105,7 +105,13 @@ def regressed() -> None:
         pyro.sample("y", dist.Normal(X @ w, s), obs=LINE)
 
 
+def _far() -> None:
+    pyro.sample("b", dist.Normal(ZERO + 3.0, 0.05))
+
+
 def test_nothing_is_said_where_there_is_one_mode_or_the_guide_holds_both() -> None:
     assert fitted(regressed, AutoNormal(regressed), max_steps=60).khat.mirrored == ""
+    far = ngvi.khat(squared, _far, seed=0)
+    assert far.mirrored == "" and not far.reliable
     both = fitted(squared, ngvi.AutoMixtureNormal(squared, 2))
     assert both.khat.mirrored == "" and both.verdict.ok
