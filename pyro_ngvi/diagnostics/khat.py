@@ -52,7 +52,8 @@ class KHat:
     When not to use it: it judges the joint posterior, so with hundreds of latents it refuses guides
     whose single marginals are good, and the latent and deterministic sites one by one: sums and
     predictions of a mean-field guide may be worse. It cannot see a mode where neither the guide, nor
-    its mirror images (:mod:`.mirrors`), nor enough draws of the prior go. Near its bounds another ``seed`` may decide otherwise.
+    its mirror images, nor enough draws of the prior go. Near its bounds another ``seed`` may decide
+    otherwise.
 
     Sources: Vehtari, Simpson, Gelman, Yao & Gabry (2024), "Pareto smoothed importance sampling",
     JMLR 25(72), section 3; Yao, Vehtari, Simpson & Gelman (2018), "Yes, but did it work?", ICML.

@@ -40,8 +40,13 @@ def mirrored(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> str
     own, best, words = evidence_of(draws.log_ratio[:DRAWS]).log, -torch.inf, ""
 
     def log_p(sites: Sites) -> Parts:
-        terms = [site_log_prob(site)[1].double().sum() for site in sites.values()]
-        return {"": {"": torch.stack(terms).sum()}}
+        total = torch.stack(
+            [site_log_prob(site)[1].double().sum() for site in sites.values()]
+        ).sum()
+        for name in values:  # a masked prior has a density outside of its support, too
+            inside = sites[name]["fn"].support.check(sites[name]["value"]).all()
+            total = total.where(inside, -torch.inf)
+        return {"": {"": total}}
 
     def mass_at(at: Values, count: int) -> float:
         few = {name: x[:count] for name, x in at.items()}

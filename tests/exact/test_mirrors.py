@@ -6,6 +6,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.distributions.transforms import OrderedTransform
 from pyro.infer import config_enumerate
 from pyro.infer.autoguide import AutoNormal
 
@@ -103,6 +104,21 @@ def regressed() -> None:
     s: Any = pyro.sample("s", dist.HalfNormal(ZERO + 2.0))
     with pyro.plate("data", 60):
         pyro.sample("y", dist.Normal(X @ w, s), obs=LINE)
+
+
+def ordered() -> None:
+    """With a flat prior, which Stan's users write so: its density does not know the order."""
+    base = dist.Normal(torch.zeros(2).double(), 1.0).to_event(1)
+    prior: Any = dist.TransformedDistribution(base, [OrderedTransform()])
+    c: Any = pyro.sample("c", prior.mask(False))
+    pyro.factor("prior", dist.Normal(ZERO, 3.0).log_prob(c).sum(-1))
+    with pyro.plate("data", 40):
+        weights = dist.Categorical(probs=torch.tensor([0.5, 0.5]).double())
+        pyro.sample("y", dist.MixtureSameFamily(weights, dist.Normal(c, 1.0)), obs=PARTS)
+
+
+def test_an_order_rules_the_exchange_out() -> None:
+    assert fitted(ordered, "AutoFullRankNormal").khat.mirrored == ""
 
 
 def _far() -> None:
