@@ -50,9 +50,12 @@ def mirrored(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> str
 
     def mass_at(at: Values, count: int) -> float:
         few = {name: x[:count] for name, x in at.items()}
-        with torch.no_grad(), poutine.block(), validation_enabled(False):
-            found = map_draws(fitted.joint, log_p, few, count, batch_size)[""][""] - log_q[:count]
-        return evidence_of(found.nan_to_num(-torch.inf).cpu().numpy()).log
+        try:
+            with torch.no_grad(), poutine.block(), validation_enabled(False):
+                found = map_draws(fitted.joint, log_p, few, count, batch_size)[""][""]
+        except Exception:  # whatever a model has against places where no draw was
+            return -torch.inf
+        return evidence_of((found - log_q[:count]).nan_to_num(-torch.inf).cpu().numpy()).log
 
     for what, at in _mirrors(values, fitted.sites):
         if mass_at(at, min(FEW, count)) < own - HOPELESS:
