@@ -5,7 +5,8 @@ A map R of the latent sites that keeps volumes takes draws z of q to draws of q(
 .. math:: E_q \frac{p(y, R z)}{q(z)}
 
 is the mass of p(y, .) where R q lies, as E_q p(y, z) / q(z) is that where q lies.  Where R z are far
-from all z, and the first is a twentieth of the second or more, q holds nothing of a mode.
+from all z, the first is a twentieth of the second or more, and log p falls half way between them, q
+holds nothing of a mode.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pyro import poutine, validation_enabled
 from torch import Tensor
 from torch.distributions import constraints
 
-from ..guides.found import COMPARABLE
+from ..guides.found import BARRIER, COMPARABLE
 from ..runtime.density import Sites, plain_support, site_log_prob
 from ..runtime.model_density import Parts, map_draws
 from .draws import Draws, Fitted
@@ -48,20 +49,27 @@ def mirrored(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> str
             total = total.where(inside, -torch.inf)
         return {"": {"": total}}
 
-    def mass_at(at: Values, count: int) -> float:
+    def log_ratio_at(at: Values, count: int) -> Tensor:
         few = {name: x[:count] for name, x in at.items()}
         try:
             with torch.no_grad(), poutine.block(), validation_enabled(False):
                 found = map_draws(fitted.joint, log_p, few, count, batch_size)[""][""]
         except Exception:  # whatever a model has against places where no draw was
-            return -torch.inf
-        return evidence_of((found - log_q[:count]).nan_to_num(-torch.inf).cpu().numpy()).log
+            return torch.full_like(log_q[:count], -torch.inf)
+        return (found - log_q[:count]).nan_to_num(-torch.inf)
+
+    def mass_of(log_ratio: Tensor) -> float:
+        return evidence_of(log_ratio.cpu().numpy()).log
 
     for what, at in _mirrors(values, fitted.sites):
-        if mass_at(at, min(FEW, count)) < own - HOPELESS:
+        if mass_of(log_ratio_at(at, min(FEW, count))) < own - HOPELESS:
             continue
-        mass = mass_at(at, count)
+        log_ratio = log_ratio_at(at, count)
+        mass = mass_of(log_ratio)
         if mass > max(best, own - COMPARABLE):
+            half_way = log_ratio_at(_between(values, at, fitted.sites), count)
+            if not bool(half_way.mean() < log_ratio.mean() - BARRIER):
+                continue
             best, share = mass, 1.0 / (1.0 + torch.tensor(own - mass).exp())
             words = (
                 f"There is another mode, with {what} and {share:.0%} of the mass, of which the guide "
@@ -79,13 +87,24 @@ def _mirrors(values: Values, sites: Sites) -> Iterator[tuple[str, Values]]:
             yield what, values | at
 
 
+def _between(a: Values, b: Values, sites: Sites) -> Values:
+    """Draws half way: those of a shifted by half of what is between the means, where any real number is
+    a value, else averages of both."""
+    shifted = {name: a[name] + 0.5 * (x.mean(0) - a[name].mean(0)) for name, x in b.items()}
+    return {n: shifted[n] if _is_real(sites[n]) else 0.5 * (a[n] + x) for n, x in b.items()}
+
+
+def _is_real(site: Any) -> bool:
+    return plain_support(site["fn"].support) is constraints.real
+
+
 def _is_apart(before: Tensor, after: Tensor) -> bool:
     sd = before.std(0).maximum(after.std(0))
     return bool(((before.mean(0) - after.mean(0)).abs() > APART * sd).any())
 
 
 def _signs(values: Values, sites: Sites) -> Iterator[tuple[str, Values]]:
-    real = [n for n in values if plain_support(sites[n]["fn"].support) is constraints.real]
+    real = [name for name in values if _is_real(sites[name])]
     groups = [*combinations(real, 1), *(combinations(real, 2) if len(real) <= PAIRED else ())]
     for names in [*groups, tuple(real)] if len(real) > 2 else groups:
         named = ", ".join(map(repr, names[:3])) + " ..." * (len(names) > 3)

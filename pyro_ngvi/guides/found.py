@@ -15,6 +15,8 @@ from ..families.base import Tensors
 SAME = 1.0
 #: nats below the best from which a mode has less than a twentieth of its mass
 COMPARABLE = math.log(20.0)
+#: nats: a fall of log p between two modes, less of which is a bend
+BARRIER = 2.0
 #: of draws that are in a mode, where more than the far tail of a guide is there
 SHARE = 0.01
 
@@ -94,7 +96,7 @@ class Gaussian:
     def distance(self, theta: Tensor) -> float:
         """How many standard deviations theta (d,) is away from the mean."""
         x = theta - self.loc
-        return float(x @ self.precision @ x) ** 0.5
+        return float((x @ self.precision @ x).clamp_min(0.0)) ** 0.5
 
 
 def holder(known: Iterable[Gaussian], theta: Tensor) -> Gaussian | None:

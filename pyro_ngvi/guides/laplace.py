@@ -24,7 +24,7 @@ the family (Opper & Archambeau 2009; with a learning rate it is VON, Khan & Lin 
 **Instead**, where one path alone leads to the best, far from the posterior: natural-gradient steps from
 the start that was to be replaced, as much work as a path was, if they reach a larger ELBO.
 
-A search that has a time to end by (:func:`ending_by`) stops there, wherever it is, with what it has.
+A search that has a time to end by (:mod:`.deadline`) stops there, wherever it is, with what it has.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from ..linalg.host import own_random_state
 from ..linalg.noise import centred
 from .ascent import ascended
 from .deadline import is_late
-from .found import COMPARABLE, SAME, Found, Gaussian, holder, modes_of
+from .found import BARRIER, COMPARABLE, SAME, Found, Gaussian, holder, modes_of
 from .scouts import led
 
 LogDensity = Callable[[Tensor], Tensor]  # theta (S, d) to (S,)
@@ -54,8 +54,6 @@ MANY, LARGEST = 64, 500
 STARTS, AGAIN, NEAR, MORE_STARTS = 4, 6, 3, 32
 #: points whose ends are looked at in one batch, how far these are from others, in sds beside sqrt(d)
 SCOUTS, FAR = 32, 3.0
-#: nats: a fall of log p between two modes, less of which is a bend
-BARRIER = 2.0
 #: evaluations after which no other path begins
 BUDGET = 8_000
 #: Gaussians in a row without a larger ELBO that end a path
@@ -263,6 +261,8 @@ class Search:
             log_mass = 0.5 * log_det - value
             least = 0.5 * torch.logdet(W) - self.f(best.loc[None])[0] - self.within
             for x in theta[log_mass.argsort(descending=True)[: int((log_mass > least).sum())]]:
+                if self.evaluations > BUDGET or is_late():
+                    break
                 if all(q.distance(x) > FAR + self.d**0.5 for q in self.ends):
                     end = self.visit(x)
                     reached.append(-torch.inf if end is None else end.elbo)

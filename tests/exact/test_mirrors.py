@@ -121,6 +121,15 @@ def test_an_order_rules_the_exchange_out() -> None:
     assert fitted(ordered, "AutoFullRankNormal").khat.mirrored == ""
 
 
+def one_mode() -> None:
+    """N(.57, 1 / 6), of which the mirror image of the mean is 2.8 sds away."""
+    pyro.sample("b", dist.Normal(ZERO + 0.57, (1.0 / 6.0) ** 0.5))
+
+
+def _narrow() -> None:
+    pyro.sample("b", dist.Normal(ZERO + 0.57, 0.08))
+
+
 def _far() -> None:
     pyro.sample("b", dist.Normal(ZERO + 3.0, 0.05))
 
@@ -129,5 +138,7 @@ def test_nothing_is_said_where_there_is_one_mode_or_the_guide_holds_both() -> No
     assert fitted(regressed, AutoNormal(regressed), max_steps=60).khat.mirrored == ""
     far = ngvi.khat(squared, _far, seed=0)
     assert far.mirrored == "" and not far.reliable
+    narrow = ngvi.khat(one_mode, _narrow, seed=0)
+    assert narrow.mirrored == "" and not narrow.ok
     both = fitted(squared, ngvi.AutoMixtureNormal(squared, 2))
     assert both.khat.mirrored == "" and both.verdict.ok
