@@ -257,16 +257,22 @@ class Search:
         best = max(ends, key=lambda q: q.elbo)
         with suppress(RuntimeError, ValueError):  # as in a path, of all of them
             W = torch.linalg.inv(best.precision)
-            theta, value, log_det = led(self.f, torch.stack([*islice(points, SCOUTS)]), W)
+            scouts = torch.stack([*islice(points, SCOUTS)])
+            theta, value, log_det = led(self.f, scouts, W, self.is_near)
             log_mass = 0.5 * log_det - value
             least = 0.5 * torch.logdet(W) - self.f(best.loc[None])[0] - self.within
             for x in theta[log_mass.argsort(descending=True)[: int((log_mass > least).sum())]]:
                 if self.evaluations > BUDGET or is_late():
                     break
-                if all(q.distance(x) > FAR + self.d**0.5 for q in self.ends):
+                if not bool(self.is_near(x)):
                     end = self.visit(x)
                     reached.append(-torch.inf if end is None else end.elbo)
         return reached
+
+    def is_near(self, theta: Tensor) -> Tensor:
+        """Whether points (..., d) are near an end, (...)."""
+        far, away = FAR + self.d**0.5, [(q.precision, theta - q.loc) for q in self.ends]
+        return torch.stack([(x @ P * x).sum(-1) < far**2 for P, x in away]).any(0)
 
     def apart(self, good: list[Gaussian]) -> tuple[Gaussian, ...]:
         """Those of comparable mass, if there are several, that others do not join without a fall."""

@@ -16,12 +16,18 @@ from ..linalg.hessian import bfgs
 
 #: steps at most, lengths of them that are tried, nats of promised decrease that end a point's, and the
 #: share of points behind the last of which nobody waits
-STEPS, LENGTHS, DECREASE, ENOUGH = 30, (1.0, 0.3, 0.1, 0.01), 0.05, 0.8
+STEPS, LENGTHS, DECREASE, ENOUGH = 30, (1.0, 0.3, 0.1, 0.01), 0.05, 0.75
 
 
-def led(f: Callable[[Tensor], Tensor], theta: Tensor, W: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def led(
+    f: Callable[[Tensor], Tensor],
+    theta: Tensor,
+    W: Tensor,
+    is_known: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
     """From points (S, d), with W (d, d) for an inverse Hessian at first: those that come to rest
-    (R, d), f there (R,), and what the ways say of log |H^-1| (R,)."""
+    (R, d), f there (R,), and what the ways say of log |H^-1| (R,).  Points that come to what
+    ``is_known`` (S, d) -> (S,) are left there."""
 
     def value_and_gradient(x: Tensor) -> tuple[Tensor, Tensor]:
         with torch.enable_grad():
@@ -36,6 +42,7 @@ def led(f: Callable[[Tensor], Tensor], theta: Tensor, W: Tensor) -> tuple[Tensor
     for _ in range(STEPS):
         step = -torch.einsum("sij,sj->si", W, g)
         slope = (g * step).sum(-1)
+        ended |= is_known(theta)
         rests |= ~ended & (-slope < DECREASE)
         ended |= rests
         moves = (~ended).nonzero()[:, 0]
@@ -44,21 +51,12 @@ def led(f: Callable[[Tensor], Tensor], theta: Tensor, W: Tensor) -> tuple[Tensor
                 break
             new = theta[moves] + length * step[moves]
             there, g_there = value_and_gradient(new)
-            falls = (there <= value[moves] + 1e-4 * length * slope[moves]) & g_there.isfinite().all(
-                -1
-            )
-            done, s, y = (
-                moves[falls],
-                new[falls] - theta[moves][falls],
-                g_there[falls] - g[moves][falls],
-            )
-            W = W.index_copy(0, done, bfgs(W[done], s, y))
-            theta = theta.index_copy(0, done, new[falls])
-            value, g = (
-                value.index_copy(0, done, there[falls]),
-                g.index_copy(0, done, g_there[falls]),
-            )
-            moves = moves[~falls]
+            falls = there <= value[moves] + 1e-4 * length * slope[moves]
+            falls &= g_there.isfinite().all(-1)
+            done, new, there, g_there = moves[falls], new[falls], there[falls], g_there[falls]
+            W = W.index_copy(0, done, bfgs(W[done], new - theta[done], g_there - g[done]))
+            theta, g = theta.index_copy(0, done, new), g.index_copy(0, done, g_there)
+            value, moves = value.index_copy(0, done, there), moves[~falls]
         ended = ended.index_fill(0, moves, True)  # none of the lengths lowers f there
         if bool(ended.sum() > ENOUGH * len(ended)):
             break
