@@ -19,6 +19,7 @@ from ..hierarchy import AutoHierarchical
 from ..runtime.density import Site, Sites, site_kind, site_log_prob
 from ..runtime.model_density import Parts, map_draws, without_plates
 from ..runtime.run import Minibatches, look
+from ..sites.site_guide import find_sites
 from .draws import compact, guide_draws, random_state, refuse_minibatches, sites_of_kind
 
 PREDICTIONS = 1  # the stream of random numbers, another one than that of the guide's draws
@@ -104,8 +105,7 @@ def predict(
         if isinstance(guide, AutoHierarchical):
             _refuse_other_units(guide, new.sites)
         notes += new.same_units()
-        parts = guide.modules() if isinstance(guide, AutoGuide) else ()
-        if not any(hasattr(part, "holds_sites") for part in parts):  # whose processes follow
+        if not any(find_sites(guide)):  # whose processes follow
             notes += new.same_rows()
     for note in notes:
         warnings.warn(note, stacklevel=2)

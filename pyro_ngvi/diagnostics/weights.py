@@ -103,9 +103,7 @@ def smoothed(log_weights: np.ndarray, tail: Tail | None = None) -> np.ndarray:
         log_rest = -np.log1p(-p)
         excess = tail.scale * log_rest
         if tail.shape != 0.0:
-            with np.errstate(
-                over="ignore"
-            ):  # of a tail so heavy that it is cut at the largest weight
+            with np.errstate(over="ignore"):  # which the largest weight cuts
                 excess = tail.scale * np.expm1(tail.shape * log_rest) / tail.shape
         x[tail.at] = np.minimum(np.log(tail.cutoff + excess), 0.0)
     return x - log_sum_exp(x)

@@ -32,7 +32,7 @@ from ..runtime.pyro_adapter import is_marked
 from ..runtime.run import look
 from ..runtime.store import ModuleParams, OwnName, claim_name, rename
 from ..sites import SitesELBO
-from ..sites.site_guide import SiteGuide
+from ..sites.site_guide import SiteGuide, find_sites
 from .checkpoint import bare, called
 
 #: where the classes stand that have names
@@ -250,8 +250,7 @@ def _is_maker(guide: Any) -> bool:
 
 
 def _rule_for(kind: type, guide: Any) -> tuple[Any, str]:
-    parts = guide.modules() if isinstance(guide, AutoGuide) else ()
-    if issubclass(kind, SiteGuide) or any(isinstance(part, SiteGuide) for part in parts):
+    if issubclass(kind, SiteGuide) or any(find_sites(guide)):
         return sites.CVI, "fixed points of the sites"
     if issubclass(kind, AutoFlow | AutoOrthogonalFlow):
         return optim.SPRING, "natural gradients from scores"

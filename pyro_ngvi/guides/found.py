@@ -86,17 +86,16 @@ class Gaussian:
 
     def log_mass(self, theta: Tensor) -> Tensor:
         """Log density at theta (..., d) times the mass of the mode, up to a constant: (...)."""
-        x = theta - self.loc
-        return self.elbo + 0.5 * (torch.logdet(self.precision) - (x @ self.precision * x).sum(-1))
+        return self.elbo + 0.5 * (torch.logdet(self.precision) - self.squared_distance(theta))
 
     def holds(self, theta: Tensor) -> bool:
         """Whether theta (d,) is no further from the mean than draws are."""
-        return self.distance(theta) < len(theta) ** 0.5
+        return bool(self.squared_distance(theta) < len(theta))
 
-    def distance(self, theta: Tensor) -> float:
-        """How many standard deviations theta (d,) is away from the mean."""
+    def squared_distance(self, theta: Tensor) -> Tensor:
+        """Of points (..., d) from the mean, in variances, (...)."""
         x = theta - self.loc
-        return float((x @ self.precision @ x).clamp_min(0.0)) ** 0.5
+        return (x @ self.precision * x).sum(-1)
 
 
 def holder(known: Iterable[Gaussian], theta: Tensor) -> Gaussian | None:

@@ -39,7 +39,7 @@ from torch import Tensor
 
 from ..families.base import Tensors
 from ..families.full_rank import FullRankNormal
-from ..linalg.hessian import ROWS, bfgs, derivatives, eigen_abs
+from ..linalg.hessian import ROWS, bfgs, derivatives, eigen_abs, values_and_gradients
 from ..linalg.host import own_random_state
 from ..linalg.noise import centred
 from .ascent import ascended
@@ -89,10 +89,8 @@ class Search:
 
     def value_and_gradient(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """f and its gradient (d,) at a point."""
-        with torch.enable_grad():
-            leaf = theta.detach().requires_grad_()
-            value = self.f(leaf.unsqueeze(0))[0]
-            return value.detach(), torch.autograd.grad(value, leaf)[0]
+        value, g = values_and_gradients(self.f, theta.unsqueeze(0))
+        return value[0], g[0]
 
     def draws(self, family: Any, params: Tensors, n: int, part: int = 0) -> Tensor:
         """Draws (n, d) of a member by one part of the noise."""
@@ -271,8 +269,8 @@ class Search:
 
     def is_near(self, theta: Tensor) -> Tensor:
         """Whether points (..., d) are near an end, (...)."""
-        far, away = FAR + self.d**0.5, [(q.precision, theta - q.loc) for q in self.ends]
-        return torch.stack([(x @ P * x).sum(-1) < far**2 for P, x in away]).any(0)
+        far = FAR + self.d**0.5
+        return torch.stack([q.squared_distance(theta) < far**2 for q in self.ends]).any(0)
 
     def apart(self, good: list[Gaussian]) -> tuple[Gaussian, ...]:
         """Those of comparable mass, if there are several, that others do not join without a fall."""

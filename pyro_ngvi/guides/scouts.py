@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..linalg.hessian import bfgs
+from ..linalg.hessian import bfgs, values_and_gradients
 
 #: steps at most, lengths of them that are tried, nats of promised decrease that end a point's, and the
 #: share of points behind the last of which nobody waits
@@ -28,14 +28,7 @@ def led(
     """From points (S, d), with W (d, d) for an inverse Hessian at first: those that come to rest
     (R, d), f there (R,), and what the ways say of log |H^-1| (R,).  Points that come to what
     ``is_known`` (S, d) -> (S,) are left there."""
-
-    def value_and_gradient(x: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.enable_grad():
-            leaf = x.detach().requires_grad_()
-            value = f(leaf)
-            return value.detach(), torch.autograd.grad(value.sum(), leaf)[0]
-
-    value, g = value_and_gradient(theta)
+    value, g = values_and_gradients(f, theta)
     W = W.expand(len(theta), *W.shape)
     ended = ~(value.isfinite() & g.isfinite().all(-1))
     rests = torch.zeros_like(ended)
@@ -50,7 +43,7 @@ def led(
             if not len(moves):
                 break
             new = theta[moves] + length * step[moves]
-            there, g_there = value_and_gradient(new)
+            there, g_there = values_and_gradients(f, new)
             falls = there <= value[moves] + 1e-4 * length * slope[moves]
             falls &= g_there.isfinite().all(-1)
             done, new, there, g_there = moves[falls], new[falls], there[falls], g_there[falls]

@@ -28,6 +28,14 @@ def derivatives(f: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tenso
     return value.detach(), g.detach(), 0.5 * (H + H.mT)
 
 
+def values_and_gradients(f: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    """Of f at points x (S, d), one by one: (S,) and (S, d)."""
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        values = f(leaf)
+        return values.detach(), torch.autograd.grad(values.sum(), leaf)[0]
+
+
 def gradient(y: Tensor, x: Tensor, **how: Any) -> Tensor:
     """That of the sum of y in x; zeros where nothing in y depends on anything."""
     if not y.requires_grad:
