@@ -183,7 +183,7 @@ print(fit)
 # - *the ELBO*, and a verdict on the answer. More of that [below](#is-the-approximation-any-good).
 #
 # The fit took few steps because the guide does not start at a point. At its first call it looks
-# for a Gaussian by Newton steps from several places:
+# for a Gaussian by Newton steps, from several places where log p is not concave:
 
 # %%
 print(fit.guide.start_report)

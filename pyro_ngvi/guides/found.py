@@ -37,6 +37,7 @@ class Found:
         evaluations: of the log density at a point; a gradient, or a row of a Hessian, counts as one.
         apart: Gaussians of comparable mass that are apart, among those that the paths ended at, where
             there are several.
+        concave: whether log p is, as far as was seen, and one point was enough.
     """
 
     params: Tensors | None
@@ -44,6 +45,7 @@ class Found:
     given: float
     evaluations: int
     apart: tuple[Gaussian, ...] = ()
+    concave: bool = False
 
     @property
     def modes(self) -> int:
@@ -61,6 +63,11 @@ class Found:
         found = sorted((e for e in self.elbos if e > -torch.inf), reverse=True)
         if self.params is None:
             return f"no better start from {len(self.elbos)} points, {self.evaluations} evaluations"
+        if self.concave:
+            return (
+                f"log p is concave as far as was seen: one point leads to all there is, an ELBO of "
+                f"{found[0]:.1f}; {self.evaluations} evaluations"
+            )
         near = sum(e > found[0] - SAME for e in found)
         others = ", ".join(f"{found[0] - e:.1f}" for e in found[near:])
         return (

@@ -10,7 +10,8 @@ of Dauphin et al. 2014 leave saddles).  A few gradients correct W (BFGS) before 
 Hessian makes its N(theta, |H|^-1), Laplace's approximation where theta is the mode; on a hierarchical
 posterior, whose mode may be degenerate, an early one has the largest ELBO.  A path ends where it comes
 into the typical set of a Gaussian of another.  When enough paths agree many more points go down at once
-(:mod:`.scouts`), and those that come to rest far from all ends begin paths.
+(:mod:`.scouts`), and those that come to rest far from all ends begin paths.  Where all Hessians of the
+first path are positive and f lies above its tangents at many points, it is taken for convex: one path.
 
 **Away from it**, where log p - log N varies over the draws of the best N(m, P^-1) of a path: with q the
 nearest member of the family,
@@ -21,17 +22,17 @@ by a few draws of q.  By Bonnet's and Price's theorems dELBO/dm = -E_q grad f an
 dELBO/dSigma = (P - E_q hess f) / 2, so that its fixed points are the stationary points of the ELBO in
 the family (Opper & Archambeau 2009; with a learning rate it is VON, Khan & Lin 2017).
 
-**Instead**, where one path alone leads to the best, far from the posterior: natural-gradient steps from
-the start that was to be replaced, as much work as a path was, if they reach a larger ELBO.
+**Instead**, where one of several paths leads to the best, far from the posterior: as much work of
+natural-gradient steps from the start that was to be replaced, if they reach a larger ELBO.
 
-A search that has a time to end by (:mod:`.deadline`) stops there, wherever it is, with what it has.
+A search stops at the time that it has to end by (:mod:`.deadline`), with what it has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from itertools import chain, islice
+from itertools import chain, islice, tee
 from typing import Any
 
 import torch
@@ -45,15 +46,15 @@ from ..linalg.noise import centred
 from .ascent import ascended
 from .deadline import is_late
 from .found import BARRIER, COMPARABLE, SAME, Found, Gaussian, holder, modes_of
-from .scouts import led
+from .scouts import led, looks_convex
 
 LogDensity = Callable[[Tensor], Tensor]  # theta (S, d) to (S,)
 #: the d above which there is one point to start from, and the largest d
 MANY, LARGEST = 64, 500
 #: points where all lead to one ELBO; else at least, until so many led to the best ELBO, and at most
 STARTS, AGAIN, NEAR, MORE_STARTS = 4, 6, 3, 32
-#: points whose ends are looked at in one batch, how far these are from others, in sds beside sqrt(d)
-SCOUTS, FAR = 32, 3.0
+#: points whose tangents are looked at, others whose ends are, and sds beside sqrt(d) from other ends
+TANGENTS, SCOUTS, FAR = 16, 32, 3.0
 #: evaluations after which no other path begins
 BUDGET = 8_000
 #: Gaussians in a row without a larger ELBO that end a path
@@ -80,6 +81,8 @@ class Search:
         self.ends: list[Gaussian] = []
         #: ends of paths, and of the steps on expectations from there
         self.smoothed_ends: list[tuple[Gaussian, Gaussian]] = []
+        #: whether all Hessians on the paths were positive
+        self.positive = True
         self.noise = torch.randn(FINAL, 2 * self.d, dtype=like.dtype, device=like.device)
 
     def f(self, theta: Tensor, cost: int = 1) -> Tensor:
@@ -135,6 +138,7 @@ class Search:
             value, g, H = derivatives(lambda x: self.f(x.unsqueeze(0), self.d)[0], theta)
             if not bool(torch.isfinite(g.sum() + H.sum() + value)):
                 return
+            self.positive &= bool(torch.linalg.cholesky_ex(H).info == 0)
             h, Q = eigen_abs(H)
             yield theta, (Q * h) @ Q.mT
             along = Q.mT @ g
@@ -221,21 +225,23 @@ class Search:
 
     def run(self, family: Any, given: Tensors, points: Iterable[Tensor]) -> Found:
         """See :func:`best_gaussian`."""
-        reached, near, points = [], 0, iter(points)
+        reached, near, convex = [], 0, False
+        points, same = tee(points)
         for point in islice(points, MORE_STARTS if self.d <= MANY else 1):
             end = self.visit(point)
             reached.append(-torch.inf if end is None else end.elbo)
+            convex = len(reached) == 1 and self.is_convex(islice(same, TANGENTS))
             near = sum(elbo > max(reached) - SAME for elbo in reached)
             enough = near == len(reached) == STARTS or (len(reached) >= AGAIN and near >= NEAR)
-            if enough or self.evaluations > BUDGET or is_late():
+            if convex or enough or self.evaluations > BUDGET or is_late():
                 break
-        reached += self.scouted(points)
+        reached += [] if convex else self.scouted(points)
         best = self.final()
         before, found = lower(self.log_ratio(family, given, COMPARED)), []
         if best is not None:
             found.append(self.member(best, family))
             # where no other point leads may be no mass, as with a scale of 0 and effects that are equal
-            if near == 1 and best.spread > SAME and not is_late():
+            if near == 1 and not convex and best.spread > SAME and not is_late():
                 steps = self.evaluations // (DRAWS * len(reached))
                 found.append(ascended(lambda z: -self.f(z), family, given, steps))
                 reached.append(lower(self.log_ratio(family, found[-1], COMPARED)))
@@ -243,7 +249,15 @@ class Search:
         elbos = [lower(self.log_ratio(family, q, COMPARED), 2.0) for q in found]
         params = found[elbos.index(max(elbos))] if max(elbos, default=before) > before else None
         good = [q for q in self.ends if q.spread < SAME]
-        return Found(params, tuple(reached), before, self.evaluations, self.apart(good))
+        return Found(params, tuple(reached), before, self.evaluations, self.apart(good), convex)
+
+    def is_convex(self, points: Iterable[Tensor]) -> bool:
+        """Whether all that is known of f after one path, and at points (d,), is so of a convex one."""
+        if self.d <= MANY and self.ends and self.positive and not is_late():
+            with suppress(RuntimeError, ValueError):  # as in a path
+                W = torch.linalg.inv(self.ends[0].precision)
+                return looks_convex(self.f, torch.stack([self.ends[0].loc, *points]), W)
+        return False
 
     def scouted(self, points: Iterator[Tensor]) -> list[float]:
         """The largest ELBO from each place to which further points lead, in one batch, that is far from

@@ -1,8 +1,8 @@
-"""Where many points lead at once: BFGS steps of all of them, in one batch.
+"""Many points at once: whether f is convex as far as they see, and where BFGS steps lead them.
 
 A search that follows one path after the other ends when a few agree, and six may all miss a mode to
 which a third of the prior leads.  Most of the time of a small model is that of calls, so that many
-points in one batch cost what a path or two do.
+points in one batch cost what a path or two do.  A convex f has one minimum, and needs no more paths.
 """
 
 from __future__ import annotations
@@ -17,6 +17,23 @@ from ..linalg.hessian import bfgs, values_and_gradients
 #: steps at most, lengths of them that are tried, nats of promised decrease that end a point's, and the
 #: share of points behind the last of which nobody waits
 STEPS, LENGTHS, DECREASE, ENOUGH = 30, (1.0, 0.3, 0.1, 0.01), 0.05, 0.75
+
+
+def looks_convex(f: Callable[[Tensor], Tensor], theta: Tensor, W: Tensor) -> bool:
+    """Whether f lies above its tangents at points (S, d), and where a step with an inverse Hessian W
+    (d, d) leads from there, at all of these, and most of it is finite; nats of rounding aside."""
+    x, values, gradients = theta[:0], theta[:0, 0], theta[:0]
+    for _ in range(2):
+        value, g = values_and_gradients(f, theta)
+        x, theta = torch.cat([x, theta]), theta - g @ W
+        values, gradients = torch.cat([values, value]), torch.cat([gradients, g])
+        along = torch.einsum("id,ijd->ij", gradients, x - x.unsqueeze(1))
+        above = values - values.unsqueeze(1) - along
+        size = values.abs() + values.abs().unsqueeze(1) + along.abs()
+        below = above < -DECREASE - torch.finfo(x.dtype).eps ** 0.5 * size
+        if bool(below.any() | (above.isfinite().double().mean() < 0.5)):
+            return False
+    return True
 
 
 def led(

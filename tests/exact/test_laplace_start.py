@@ -16,6 +16,7 @@ from pyro.infer.autoguide import init_to_feasible
 from torch import Tensor
 from torch.distributions import kl_divergence
 from torch.func import jacrev
+from torch.nn.functional import logsigmoid
 
 import pyro_ngvi as ngvi
 from pyro_ngvi.families import FactorPrecisionNormal, FullRankNormal, MeanFieldNormal
@@ -23,6 +24,7 @@ from pyro_ngvi.guides import laplace
 from pyro_ngvi.guides.ascent import ascended
 from pyro_ngvi.guides.deadline import ending_by
 from pyro_ngvi.guides.laplace import LARGEST, Found, Search, best_gaussian
+from pyro_ngvi.guides.scouts import looks_convex
 from pyro_ngvi.guides.search import UNASKED, start_points
 from pyro_ngvi.linalg.hessian import bfgs, derivatives
 from pyro_ngvi.linalg.spectral import principal_factors
@@ -84,10 +86,55 @@ def test_full_rank_starts_at_a_gaussian_posterior() -> None:
     q = guide.get_posterior()
     torch.testing.assert_close(q.mean.detach(), mean)
     torch.testing.assert_close(q.covariance_matrix.detach(), torch.linalg.inv(precision))
-    # all points lead there, and the point start is far below
+    # one point is enough where log p is concave, and the point start is far below
     report = guide.start_report
-    assert max(report.elbos) - min(report.elbos) < 1e-6 and report.given < report.elbos[0] - 1.0
-    assert str(report).startswith("4 of 4 points lead to an ELBO within 1 nat of the best, -")
+    assert report.concave and report.given < report.elbos[0] - 1.0 and len(report.elbos) == 1
+    assert str(report).startswith(
+        "log p is concave as far as was seen: one point leads to all there"
+    )
+
+
+def logistic(theta: Tensor) -> Tensor:
+    """With 50 data and a wide prior, (S,) of (S, 3)."""
+    X = torch.randn(50, 3, generator=torch.Generator().manual_seed(3)).to(theta)
+    sign = torch.ones(50).index_fill(0, torch.arange(0, 50, 3), -1.0).to(theta)
+    return logsigmoid(sign * (theta @ X.mT)).sum(-1) - 5e-4 * theta.square().sum(-1)
+
+
+def two_normals(theta: Tensor, apart: float, sd: float) -> Tensor:
+    """Densities at -apart and apart in each of (S, d), under a wide prior, (S,)."""
+    each = [-0.5 * ((theta - m) / sd).square().sum(-1) for m in (-apart, apart)]
+    return torch.logaddexp(*each) - 5e-4 * theta.square().sum(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1.0, 1e5])
+def test_one_path_is_enough_where_log_p_is_concave(scale: float, dtype: torch.dtype) -> None:
+    found = found_from(lambda theta: scale * logistic(theta), torch.zeros(3, dtype=dtype))
+    assert found.concave and len(found.elbos) == 1
+    torch.manual_seed(0)
+    W = torch.eye(3, dtype=dtype) / scale
+    assert looks_convex(lambda theta: -scale * logistic(theta), 2.0 * torch.randn(32, 3).to(W), W)
+
+
+# they have one mode, and are concave on a line, if and only if apart <= sd
+@pytest.mark.parametrize(("d", "apart", "sd"), [(1, 1.0, 0.9), (1, 3.0, 0.1), (4, 1.0, 0.4)])
+def test_a_density_that_bends_is_searched_from_more_points(d: int, apart: float, sd: float) -> None:
+    found = found_from(lambda theta: two_normals(theta, apart, sd), torch.zeros(d))
+    assert not found.concave and len(found.elbos) > 1
+
+
+def test_two_normals_that_are_near_are_concave() -> None:
+    assert found_from(lambda theta: two_normals(theta, 1.0, 1.0), torch.zeros(1)).concave
+
+
+def test_what_is_not_finite_is_not_taken_for_convex() -> None:
+    def f(theta: Tensor) -> Tensor:
+        return torch.where((theta < 1.0).all(-1), theta.square().sum(-1), torch.nan)
+
+    inside = torch.linspace(-0.9, 0.9, 32).unsqueeze(-1)
+    assert looks_convex(f, inside, torch.eye(1))
+    assert not looks_convex(f, inside + 1.5, torch.eye(1))
 
 
 def test_mean_field_starts_at_its_optimum_for_a_gaussian_posterior() -> None:
