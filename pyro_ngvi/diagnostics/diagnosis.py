@@ -30,7 +30,7 @@ from ..runtime.model_density import ModelDensity
 from .chains import ADAPTING, run_chains
 from .correction import moved_by_weights
 from .draws import guide_draws, random_state
-from .khat import BOUNDS, COARSE_MEAN, COARSE_SD, KHat, right_to
+from .khat import BOUNDS, COARSE_MEAN, COARSE_SD, HALF, KHat, right_to
 from .moved import Moved, by_site, moved
 from .over_batches import need_all_data
 from .verdict import khat
@@ -115,11 +115,12 @@ class Diagnosis:
         weights = self.khat
         if self.integrated or self.modes > 1:
             return self.integrated or weights.ok
-        if self._weighs:
-            return weights.within_bounds
         d = sum(m.mean.numel() for m in self.sites.values())
-        even = weights.ess >= TAILS * EACH**d * len(weights.log_weights)
-        return weights.khat <= (HEAVY if d <= FEW else HEAVIER) and even
+        share = weights.ess / len(weights.log_weights)
+        if self._weighs:
+            # weights without a variance that are less even than that may understate an error
+            return weights.within_bounds and (weights.khat <= HALF or share >= EACH**d)
+        return weights.khat <= (HEAVY if d <= FEW else HEAVIER) and share >= TAILS * EACH**d
 
     @property
     def _elsewhere(self) -> bool:
