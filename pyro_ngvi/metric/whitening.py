@@ -24,6 +24,7 @@ from torch.special import erfc, erfcx, ndtri
 
 from ..distributions import GaussianProcess
 from ..families.base import log_normal
+from ..families.vectors import split
 from ..linalg.products import matvec
 from ..runtime.density import LatentLayout, Sites, innermost, is_latent, is_minibatch
 from ..runtime.pyro_adapter import masks_of
@@ -170,12 +171,8 @@ class WhiteModel:
 
     def __call__(self) -> None:
         noise: Any = pyro.sample(WHITE, dist.Normal(self.zero, 1.0).to_event(1))
-        shapes = self.layout.unconstrained_shapes
-        parts: dict[str, Tensor] = {}
-        if len(noise) == len(self.zero):
-            cut = noise.split([shape.numel() for shape in shapes.values()])
-            parts = {n: x.reshape(shapes[n]) for n, x in zip(shapes, cut, strict=True)}
-        with _FromWhite(parts):
+        given = len(noise) == len(self.zero)
+        with _FromWhite(split(noise, self.layout.unconstrained_shapes) if given else {}):
             self.model(*self.args, **self.kwargs)
 
     def sites(self, values: dict[str, Tensor]) -> Sites:

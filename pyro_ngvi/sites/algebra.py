@@ -310,26 +310,19 @@ def proper_step(algebra: Algebra, targets: Any, change: Pairs) -> ProperStep:
 def _halved(algebra: Algebra, targets: Any, change: Pairs) -> ProperStep:
     """The largest share 2^-j of a change that leaves q proper, or 0."""
     view, before = targets.view, algebra.evidence
-    one = torch.ones_like(before.constant)
     moved = tree_map(torch.add, targets.sites, change)
     if targets.call.whole:  # summed anew, so that roundings do not add up from sweep to sweep
         after = algebra.collect(view, moved)
     else:
         after = algebra.after(view, change, moved, targets.call)
-    q = algebra.posterior(view, after)
-    found, log_normalizer = q.proper, q.log_normalizer
-    if host_bool(found):  # nothing to halve
-        return ProperStep(change, one, log_normalizer, after, q)
-    step = after.plus(before, -1.0)
-    share = torch.where(found, one, torch.zeros_like(one))
-    log_normalizer = torch.where(found, log_normalizer, targets.posterior.log_normalizer)
-    for j in range(1, HALVINGS + 1):
-        q = algebra.posterior(view, before.plus(step, 0.5**j))
-        fits = q.proper & ~found
+    step, share = after.plus(before, -1.0), torch.zeros_like(before.constant)
+    log_normalizer = targets.posterior.log_normalizer
+    for j in range(HALVINGS + 1):
+        q = algebra.posterior(view, before.plus(step, 0.5**j) if j else after)
+        fits = q.proper & (share == 0.0)
         share = torch.where(fits, 0.5**j, share)
         log_normalizer = torch.where(fits, q.log_normalizer, log_normalizer)
-        found = found | fits
-        if host_bool(found):
+        if host_bool(share > 0.0):
             break
     evidence = choose(share == 1.0, after, before.plus(step, share))
-    return ProperStep(change, share, log_normalizer, evidence)
+    return ProperStep(change, share, log_normalizer, evidence, None if j else q)

@@ -14,7 +14,6 @@ from ..distributions import GaussianProcess
 from ..families.vectors import split
 from ..linalg.host import at_hand, fixed_normal
 from ..runtime.density import Sites, is_minibatch, site_kind, site_log_prob
-from ..runtime.run import Minibatches
 from .conditioned_model import ConditionedModel, WhitenedRun, for_each, log_det_root
 from .structure import (
     Group,
@@ -48,7 +47,7 @@ class BoundModel:
 
     @cached_property
     def _block(self) -> dict[str, Any]:
-        return self.runner(self.plan.zero(), look_at=self.plan.block_places, at_mean=True).own
+        return self.runner(None, look_at=self.plan.block_places).own
 
     def by_site(self, flat: Tensor) -> dict[str, Tensor]:
         """A flat block (..., D) as a value for each of its sites, (..., *shape)."""
@@ -197,32 +196,18 @@ class BoundModel:
         """log p(y_n | f_n) (Q, n) for f (Q, n, k) by group, in nats; times the scale, if ``scaled``."""
         for group in self.plan.groups:
             self._observed(group, with_data=True)
-        sets, zero = disjoint_sets(self.plan.groups), self.plan.zero()
+        sets = disjoint_sets(self.plan.groups)
 
         def terms(f: dict[str, Tensor]) -> dict[str, Tensor]:
             found = {}
             for together in sets:
                 held = self.places_of(together, f)
-                sites = self.runner.sites(zero, replace=held, at_mean=True)
+                sites = self.runner.sites(None, replace=held)
                 for g in together:
                     found[g.name] = _summed([data_terms(sites[n], scaled) for n in g.observed])
             return found
 
         return for_each(terms, dict(predictors))
-
-
-def bind(
-    model: Callable[..., Any],
-    plan: ModelStructure,
-    args: Any,
-    kwargs: Any,
-    values: Mapping[str, Tensor] | None = None,
-    minibatches: Mapping[str, Tensor] | None = None,
-) -> BoundModel:
-    """A structure at these arguments, with ``values`` of the latent sites of other guides."""
-    others = plan.rest if values is None else values
-    given, block = Minibatches(minibatches), (plan.shapes, plan.direct)
-    return BoundModel(plan, ConditionedModel(model, args, kwargs, others, given, *block))
 
 
 def _summed(terms: list[Tensor]) -> Tensor:

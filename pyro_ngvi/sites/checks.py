@@ -47,7 +47,7 @@ def check_seen(call: BoundModel) -> None:
     outside = [name for name in places if not bool(_allowed(sites[name]).all())]
     if outside:
         # a support may move with the latent block, so that only what is out at its mean too is
-        at_mean = call.runner.sites(plan.zero(), at_mean=True)
+        at_mean = call.runner.sites(None)
         for name in outside:
             check_support(at_mean[name])
 
@@ -102,8 +102,7 @@ def check_prior(before: BoundModel, call: BoundModel, leave_out: bool) -> list[s
 
 def other_priors(block: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """The sites of two runs of a block whose priors are not the same."""
-    marks = {name: (_mark(fn), _mark(other[name])) for name, fn in block.items()}
-    return [name for name, (a, b) in marks.items() if a.shape != b.shape or not torch.equal(a, b)]
+    return [n for n, fn in block.items() if not torch.equal(_mark(fn), _mark(other[n]))]
 
 
 def _mark(fn: Any) -> Tensor:

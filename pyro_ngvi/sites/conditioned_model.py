@@ -91,13 +91,14 @@ class _Operations(TorchFunctionMode):
 class WhitenedRun(Conditioned):
     """One run: the block's sites are made from ``noise`` (D,), entries of which are ``used`` in turn.
 
+    Without ``noise`` they are at their means, whatever their number, and no kernel matrix is factored.
+
     Args:
         runner: the model; another latent site, such as data to be predicted, is drawn as usual.
         replace: values for predictors by place.
         look_at: places whose values ``seen`` has after the run, which stops there unless it is to
             ``go_on``; ``None`` for copies of all values.
         makers: what makes single Gaussian processes ``fn``, from noise of another length.
-        at_mean: the noise counts as 0 whatever its length, and no kernel matrix is factored.
     """
 
     def __init__(
@@ -109,13 +110,12 @@ class WhitenedRun(Conditioned):
         look_at: tuple[TensorRef, ...] | None = (),
         go_on: bool = False,
         makers: Mapping[str, Any] | None = None,
-        at_mean: bool = False,
     ) -> None:
         super().__init__(runner.values, runner.minibatches)
         self.runner, self.noise, self.used = runner, noise, 0
         self.replace, self.replaced = replace or {}, 0
         self._look_at, self._go_on = None if look_at is None else set(look_at), go_on
-        self._makers, self._at_mean = makers or {}, at_mean
+        self._makers = makers or {}
         self.own: dict[str, Any] = {}
         self.seen: dict[TensorRef, Tensor] = {}
         #: plates to which the model itself passes the numbers of their data
@@ -178,18 +178,18 @@ class WhitenedRun(Conditioned):
         size = share
         if maker is None and block is not None and block[name].numel() != size:
             share = block[name].numel()
-            if not (self._makers or self._at_mean or (direct and process)):
+            if not (self._makers or noise is None or (direct and process)):
                 raise other_size(name, fn.shape(), block[name])
-        if noise is None or self._at_mean or share != size:
-            own = torch.zeros(size) if noise is None else noise.new_zeros(size)
+        like = fn.initial_loc if isinstance(fn, GaussianStateSpace) else fn.loc
+        if noise is None or share != size:
+            own = like.new_zeros(size)
         else:
-            own = noise[self.used : self.used + size]
-        own = own.to(fn.initial_loc if isinstance(fn, GaussianStateSpace) else fn.loc)
+            own = noise[self.used : self.used + size].to(like)
         if maker is not None:
             value = maker.value(own, fn)
         elif direct:
             value = own
-        elif process and (self._at_mean or TensorRef(site=name) in self.replace):
+        elif process and (noise is None or TensorRef(site=name) in self.replace):
             value = fn.loc  # the kernel matrix would be factored for nothing
         else:
             value = colour(fn, own)

@@ -14,62 +14,21 @@ and the log scale of a Normal.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import combinations
 from typing import Any
 
 import torch
-from pyro import poutine
-from pyro.poutine.messenger import Messenger
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from ..distributions import GaussianStateSpace
 from ..runtime.density import site_kind, site_log_prob
-from ..runtime.run import Minibatches
-from .algebra import Algebra
-from .bound_model import BoundModel
-from .chain import ChainAlgebra
 from .checks import check_support, other_priors
 from .conditioned_model import ConditionedModel, WhitenedRun, for_each
-from .dense import DenseAlgebra
-from .inducing import InducingAlgebra
 from .probe_points import TOLERANCE, Plane, corners, digit_masks, same
 from .structure import Group, ModelStructure, TensorRef, data_shape, data_terms
 
 #: most entries of a predictor for one datum, and candidates among which pairs are tried
 MOST_ENTRIES, MOST_CANDIDATES = 64, 12
-
-
-def first_call(
-    model: Callable[..., Any],
-    drawn: Messenger,
-    own: set[str],
-    args: Any,
-    kwargs: Any,
-    latent: str | None,
-    inducing: Tensor | None,
-) -> tuple[ModelStructure, Algebra]:
-    """The structure of a ``model`` at these arguments, where ``own`` latent sites are the guide's and
-    others are drawn under the handler ``drawn``, with the algebra that suits it."""
-
-    def rest() -> dict[str, Tensor]:
-        """A value from the prior for every latent site that other guides of a list infer."""
-        with torch.no_grad():
-            trace = poutine.trace(drawn(model)).get_trace(*args, **kwargs)
-        sites: Any = trace.iter_stochastic_nodes()
-        return {n: s["value"] for n, s in sites if n not in own and not site_is_subsample(s)}
-
-    direct, values = inducing is not None, rest()
-    runner = ConditionedModel(model, args, kwargs, values, Minibatches(), direct=direct)
-    other = None
-    if values:  # with the same data
-        other = ConditionedModel(model, args, kwargs, rest(), runner.minibatches, direct=direct)
-    plan = find_structure(runner, other, latent)
-    call = BoundModel(plan, runner)
-    if inducing is not None:
-        return plan, InducingAlgebra(plan, call, inducing)
-    return plan, ChainAlgebra(plan, call) if plan.direct else DenseAlgebra(plan, call)
 
 
 def find_structure(

@@ -120,10 +120,7 @@ class KnownInputs(nn.Module):
         """The processes of a block that are at other inputs."""
 
         def stays(name: str, x: Tensor) -> bool:
-            same = x.shape == self.at(name).shape
-            return is_same(self._stamps.get(name), x) or (
-                same and torch.equal(x, self.at(name).to(x))
-            )
+            return is_same(self._stamps.get(name), x) or torch.equal(x, self.at(name).to(x))
 
         return {n: fn for n, fn in self.processes(block).items() if not stays(n, fn.inputs)}
 

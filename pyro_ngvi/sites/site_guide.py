@@ -10,18 +10,23 @@ import torch
 from pyro import poutine
 from pyro.nn.module import pyro_method
 from pyro.poutine.messenger import Messenger
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
 from ..families.vectors import entry_name
 from ..guides.start import MadeAtFirstCall
 from ..linalg.host import at_hand, own_random_state
 from ..runtime.pyro_adapter import give_model, has_model, model_under
+from ..runtime.run import Minibatches
 from ..runtime.store import ModuleParams, check_names, follow_store, module_name
 from .algebra import Algebra
-from .bound_model import BoundModel, bind
+from .bound_model import BoundModel
+from .chain import ChainAlgebra
 from .checks import check_prior
-from .conditioned_model import MeansOfProcesses
-from .find import first_call
+from .conditioned_model import ConditionedModel, MeansOfProcesses
+from .dense import DenseAlgebra
+from .find import find_structure
+from .inducing import InducingAlgebra
 from .structure import Group, ModelStructure, all_same
 
 #: seed of the values that stand for latent sites of other guides while the structure is looked for
@@ -63,7 +68,7 @@ class SiteGuide(MadeAtFirstCall):
 
     @pyro_method  # a loss may ask before the guide is called, and the store's sites are wanted then too
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        model = self.whole_model()
+        self.whole_model()  # refuses a copy that has none
         try:
             loading = self._loading_waiting_state()
             with loading, poutine.block(), own_random_state(SEED), torch.no_grad():
@@ -73,13 +78,31 @@ class SiteGuide(MadeAtFirstCall):
                 drawn = MeansOfProcesses() if self.inducing is not None else Messenger()
                 with model_under(self, ModuleParams()), model_under(self, drawn):
                     super()._setup_prototype(*args, **kwargs)
-                own = {name for name, _ in self.prototype_trace.iter_stochastic_nodes()}
-                found = first_call(model, drawn, own, args, kwargs, self.latent, self.inducing)
-                self.plan, self.algebra = found
+                self.plan, self.algebra = self._found(drawn, args, kwargs)
                 self._make_sites(args, kwargs)
         except BaseException:
             self.prototype_trace = self.plan = None  # so that the next call says the same again
             raise
+
+    def _found(self, drawn: Messenger, args: Any, kwargs: Any) -> tuple[ModelStructure, Algebra]:
+        """The structure at these arguments, sites of other guides ``drawn`` under that handler, and
+        the algebra that suits it."""
+        own = {name for name, _ in self.prototype_trace.iter_stochastic_nodes()}
+        model, direct = self.whole_model(), self.inducing is not None
+
+        def rest() -> dict[str, Tensor]:
+            trace: Any = poutine.trace(drawn(model)).get_trace(*args, **kwargs)
+            sites = trace.iter_stochastic_nodes()
+            return {n: s["value"] for n, s in sites if n not in own and not site_is_subsample(s)}
+
+        runner = ConditionedModel(model, args, kwargs, rest(), Minibatches(), direct=direct)
+        # at other values of theirs, with the same data
+        other = replace(runner, values=rest()) if runner.values else None
+        plan = find_structure(runner, other, self.latent)
+        call = BoundModel(plan, runner)
+        if self.inducing is not None:
+            return plan, InducingAlgebra(plan, call, self.inducing)
+        return plan, ChainAlgebra(plan, call) if plan.direct else DenseAlgebra(plan, call)
 
     def _make_sites(self, args: Any, kwargs: Any) -> None:
         plan = self._structure()
@@ -129,10 +152,18 @@ class SiteGuide(MadeAtFirstCall):
     def call_of(
         self, args: Any, kwargs: Any, values: Any = None, minibatches: Any = None
     ) -> BoundModel:
-        """The structure at these arguments; the first call finds it."""
+        """The structure at these arguments, which the first call finds, with ``values`` of the latent
+        sites of other guides."""
         if self.plan is None:
             self._setup_prototype(*args, **kwargs)
-        return bind(self.whole_model(), self._structure(), args, kwargs, values, minibatches)
+        return self._bound(self._structure(), args, kwargs, values, minibatches)
+
+    def _bound(
+        self, plan: ModelStructure, args: Any, kwargs: Any, values: Any = None, given: Any = None
+    ) -> BoundModel:
+        call = args, kwargs, plan.rest if values is None else values, Minibatches(given)
+        runner = ConditionedModel(self.whole_model(), *call, plan.shapes, plan.direct)
+        return BoundModel(plan, runner)
 
     def _call_of_all(self, args: Any, kwargs: Any) -> BoundModel:
         call = self.call_of(args, kwargs)
@@ -148,7 +179,7 @@ class SiteGuide(MadeAtFirstCall):
         last = self.last_step
         if last.arguments is None:
             return None
-        return bind(self.whole_model(), last.plan or self._structure(), *last.arguments)
+        return self._bound(last.plan or self._structure(), *last.arguments)
 
     def _current(
         self, args: Any, kwargs: Any, leave_out: bool = False
