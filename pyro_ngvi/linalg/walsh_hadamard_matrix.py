@@ -160,7 +160,5 @@ def matrix_for(shape: torch.Size) -> WalshHadamardMatrix:
     if len(shape) >= 2:
         return WalshHadamardMatrix(shape[0], shape[1:].numel(), tuple(shape))
     (n,) = shape
-    side = 1
-    while side * side < n:
-        side *= 2
+    side = 1 << ((n - 1).bit_length() + 1) // 2
     return WalshHadamardMatrix(-(-n // side), side, (n,))

@@ -1,4 +1,13 @@
-"""AutoSites: what a user asks of prior times one Gaussian site per datum."""
+r"""AutoSites: what a user asks of prior times one Gaussian site per datum, and data that come or go.
+
+Every datum has a site of its own, so taking data G away divides these out:
+
+    q without G   propto   q / prod_(n in G) t_n   =   p prod_(n not in G) t_n,
+
+exact with a Gaussian likelihood.  New data begin with a site of 0.  Not for models whose latent block
+has an entry for each datum (a Gaussian process at the data's inputs): without the datum that is another
+block, which the next call refuses.  ``reset`` works there too.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +23,10 @@ from ..guides.marginals import levels_like, sample_value
 from ..linalg.host import outside_autocast
 from ..runtime.store import module_name
 from .algebra import Snapshot, shallow_copy
-from .data import Indices, SiteView, group_of, numbers
 from .leave_one_out import Influence, SiteLOO, influence_of, loo_of
 from .marginals import SiteMarginals, marginals_of
 from .site_guide import SiteGuide
-from .structure import Group
+from .structure import Group, Indices, SiteView
 
 
 class AutoSites(SiteGuide):
@@ -168,8 +176,9 @@ class AutoSites(SiteGuide):
             RuntimeError: where the guide does not know what these data see of the latent block:
                 before its first call, after a call with a minibatch, unpickled.
         """
-        found = group_of(self._structure(), group, table=False)
-        index = numbers(indices, found, self._structure().device)
+        plan = self._structure()
+        found = plan.group(group, table=False)
+        index = found.numbers(indices, plan.device)
         self._clear(found, index)
         keep = torch.ones(found.size, dtype=torch.bool, device=index.device)
         keep[index] = False
@@ -180,11 +189,12 @@ class AutoSites(SiteGuide):
 
         Their sites are zero, so q stays as it is until the next step.  Groups as in :meth:`remove`.
         """
-        found, before = group_of(self._structure(), group, table=False), self._call_before()
+        plan, before = self._structure(), self._call_before()
+        found = plan.group(group, table=False)
         if self.last_step.stale and before is not None and before.whole:
             # now, as the data to come would not fit
             self.refresh(*before.runner.args, **before.runner.kwargs)
-        self._resize(found, numbers(None, found, self._structure().device), count)
+        self._resize(found, found.numbers(None, plan.device), count)
         self.algebra.make_room(self._structure())
 
     def reset(self, indices: Indices | None = None, group: str | None = None) -> None:
@@ -201,8 +211,8 @@ class AutoSites(SiteGuide):
             self.algebra.reset()
             self.fresh = True
         else:
-            found = group_of(plan, group)
-            self._clear(found, numbers(indices, found, plan.device))
+            found = plan.group(group)
+            self._clear(found, found.numbers(indices, plan.device))
         self.last_step.edited()
         self.curvature = None
 
@@ -277,8 +287,8 @@ class AutoSites(SiteGuide):
             kwargs: keyword arguments of the model.
         """
         plan = self._structure()
-        chosen = group_of(plan, group)
-        sets = None if groups is None else [numbers(i, chosen, plan.device) for i in groups]
+        chosen = plan.group(group)
+        sets = None if groups is None else [chosen.numbers(i, plan.device) for i in groups]
         return influence_of(self._snapshot(args, kwargs), chosen.name, sets)
 
     def marginals(

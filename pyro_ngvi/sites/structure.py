@@ -6,7 +6,7 @@ A :class:`ModelStructure` is found once, at the first call (:mod:`pyro_ngvi.site
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -17,7 +17,10 @@ from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
 from ..linalg.host import at_hand
+from ..linalg.products import matvec
 from ..runtime.density import Site
+
+Indices = int | Sequence[int] | Tensor
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,26 @@ class Group:
     def width(self) -> int:
         """k."""
         return sum(shape.numel() for shape in self.trailing)
+
+    def numbers(self, indices: Indices | None, device: torch.device) -> Tensor:
+        """Numbers (n,) of data, each once; ``indices`` as torch takes them, ``None`` for all."""
+        every = torch.arange(self.size, device=device)
+        if indices is None:
+            return every
+        index = torch.as_tensor(indices, device=device).detach()
+        mask = index.dtype == torch.bool
+        if not mask and (index.numel() == 0 or index.dtype == torch.uint8):
+            index = index.long()  # to torch an empty list has fractions, and bytes are a mask
+        wrong = index.shape != (self.size,) if mask else bool((index < 0).any())
+        if wrong:
+            raise ValueError(
+                f"AutoSites: name data of {self.name!r} by numbers from 0 to {self.size - 1}, or by "
+                f"a mask of shape ({self.size},)."
+            )
+        found = every[index].reshape(-1)
+        if len(found.unique()) < len(found):
+            raise ValueError(f"AutoSites: a number of {self.name!r} comes more than once.")
+        return found
 
     def join(self, seen: dict[TensorRef, Tensor], batch: torch.Size) -> Tensor:
         """Values at the places, each (*batch, ...), as one tensor (n, k)."""
@@ -124,8 +147,22 @@ class ModelStructure:
     def block_places(self) -> tuple[TensorRef, ...]:
         return tuple(TensorRef(site=name) for name in self.shapes)
 
-    def group(self, name: str) -> Group:
-        return next(g for g in self.groups if g.name == name)
+    def group(self, name: str | None, table: bool = True) -> Group:
+        """The group of that name, or the only one; ``table``: whether data may have two dimensions."""
+        groups = {g.name: g for g in self.groups}
+        if name is None and len(groups) == 1:
+            (name,) = groups
+        if name is None or name not in groups:
+            what = "name a group of data" if name is None else f"there is no group {name!r}"
+            raise ValueError(f"AutoSites: {what}, one of {', '.join(map(repr, groups))}.")
+        group = groups[name]
+        if len(group.batch) != 1 and not table:
+            raise ValueError(
+                f"AutoSites: the data of {name!r} have the shape {tuple(group.batch)}, and only data "
+                f"along one dimension can come or go. Set data to NaN instead (they are then missing), "
+                f"and guide.reset(indices) their sites."
+            )
+        return group
 
     def resized(self, group: Group, size: int) -> ModelStructure:
         """The same with another number of data in a ``group`` of one dimension."""
@@ -141,6 +178,29 @@ class ModelStructure:
     def zero(self) -> Tensor:
         """The noise of the prior's mean, (D,)."""
         return torch.zeros(self.dim, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True)
+class SiteView:
+    """The sites of a group: exp(nu' f - f' Lambda f / 2), one a datum.
+
+    ``linear`` is nu (N, k), ``precision`` Lambda (N, k, k).  ``mean`` (N, k) is Lambda^-1 nu: the site
+    reads as an observation of f_n with that value and covariance Lambda^-1; NaN where there is none.
+    """
+
+    linear: Tensor
+    precision: Tensor
+    mean: Tensor
+
+    @classmethod
+    def of(cls, linear: Tensor, precision: Tensor) -> SiteView:
+        linear, precision = linear.detach().clone(), precision.detach().clone()
+        values, vectors = torch.linalg.eigh(precision)
+        size = values.abs()
+        least = precision.shape[-1] * torch.finfo(precision.dtype).eps * size.amax(-1)
+        exists = (size.amin(-1) > least).unsqueeze(-1)  # not singular to working precision
+        mean = matvec(vectors, matvec(vectors.mT, linear) / values)
+        return cls(linear, precision, torch.where(exists, mean, torch.nan))
 
 
 # --- the log likelihood of an observed site, a number for each datum
