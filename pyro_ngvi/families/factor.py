@@ -37,12 +37,6 @@ from .base import LOG_2PI, Tensors, clamp_exponent, with_backward
 from .factor_base import FactorFamily, Factors, Rows, row
 
 
-def _inverse_times(B: Tensor, log_scale: Tensor, x: Tensor) -> Tensor:
-    """(B B' + diag(c^2))^-1 x' for rows x (n, d)."""
-    factors = Factors(B, log_scale)
-    return factors.inverse_product(x / factors.c) / factors.c
-
-
 def _draw(loc: Tensor, factor: Tensor, log_scale: Tensor, noise: Tensor) -> Tensor:
     r = factor.shape[-1]
     return loc + noise[..., :r] @ factor.mT + log_scale.exp() * noise[..., r:]
@@ -58,7 +52,7 @@ def _given_the_draw(
     """
     d = loc.shape[-1]
     g = g.reshape(-1, d)
-    w = _inverse_times(B, log_scale, (z - loc).reshape(-1, d))
+    w = Factors(B, log_scale).solve((z - loc).reshape(-1, d))
     rows = 0.5 * torch.addmm((w @ B).mT @ g, (g @ B).mT, w)
     return g.sum(0), rows.mT, (g * w).sum(0) * (2.0 * log_scale).exp(), None
 
@@ -107,7 +101,7 @@ class FactorNormal(FactorFamily):
         return -0.5 * (square + z.shape[-1] * LOG_2PI) - factors.half_log_det
 
     def _precise(self, params: Tensors, factors: Factors, x: Tensor) -> tuple[Tensor, Tensor]:
-        w = factors.inverse_product(x / factors.c) / factors.c
+        w = factors.solve(x)
         return w, w
 
     def covariance(self, params: Tensors) -> Tensor:
@@ -131,7 +125,7 @@ def _price(
     """The gradient at the head of this file."""
     d = loc.shape[-1]
     g, x = g.reshape(-1, d), (z - loc).reshape(-1, d)
-    h = _inverse_times(U, 0.5 * log_precision, g)
+    h = Factors(U, 0.5 * log_precision).solve(g)
     rows = -0.5 * torch.addmm((h @ U).mT @ x, (x @ U).mT, h)
     return g.sum(0), rows.mT, -0.5 * (h * x).sum(0) * log_precision.exp(), None
 
@@ -243,4 +237,4 @@ class FactorPrecisionNormal(FactorFamily):
         log_precision = params["log_precision"]
         if isinstance(damping, Tensor) or damping:
             log_precision = (log_precision.exp() + damping).log()
-        return row(lambda x: _inverse_times(params["factor"], 0.5 * log_precision, x), v)
+        return row(Factors(params["factor"], 0.5 * log_precision).solve, v)

@@ -61,6 +61,10 @@ class Factors:
         """M~^-1 x' for rows x (n, d): the residual after regressing x on the factors."""
         return x - torch.cholesky_solve(self.B @ x.mT, self.C_chol).mT @ self.B
 
+    def solve(self, x: Tensor) -> Tensor:
+        """M^-1 x' for rows x (n, d)."""
+        return self.inverse_product(x / self.c) / self.c
+
     def inverse_square(self, x: Tensor) -> Tensor:
         """x M~^-1 x' for each row of x (n, d), shape (n,)."""
         m = torch.cholesky_solve(self.B @ x.mT, self.C_chol).mT

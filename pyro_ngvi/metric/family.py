@@ -104,11 +104,11 @@ class Metric:
         if k > SMALL:
             return None
         one = torch.eye(k, dtype=self.at.dtype, device=self.at.device)
-        H = self.product(one) if self.d == k else one + self._products(one, self._gram)
+        if self.d == k:
+            H = self.product(one)
+        else:
+            H = one + self._products(one, lambda w: self._push(self._pull(w)))
         return torch.linalg.cholesky_ex(0.5 * (H + H.mT))[0]
-
-    def _gram(self, w: Tensor) -> Tensor:
-        return self._push(self._pull(w))
 
     def solve(self, B: Tensor, share: float = RESIDUAL) -> Tensor:
         """M^-1 b (K, d) of rows b (K, d); NaN where M is not finite."""

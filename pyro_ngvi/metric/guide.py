@@ -77,12 +77,9 @@ class AutoMetricNormal(AutoFamily):
     def make_family(self) -> Family:
         return MetricNormal(*self._settings)
 
-    def _bind(self, args: Any, kwargs: Any) -> None:
+    def _define_family(self, args: Any, kwargs: Any) -> None:
         model = unblocked(model_as_given(self))
         self.family.model = WhiteModel(model, self.prototype_trace, args, dict(kwargs))
-
-    def _define_family(self, args: Any, kwargs: Any) -> None:
-        self._bind(args, kwargs)
 
     def _start(self, loc: Tensor, args: Any, kwargs: Any) -> Tensors:
         params = self.family.init(loc, self.init_scale)
@@ -102,7 +99,7 @@ class AutoMetricNormal(AutoFamily):
             known = () if held is None else (*held.args, *held.kwargs, *held.kwargs.values())
             if len(given) != len(known) or any(map(operator.is_not, given, known)):
                 try:
-                    self._bind(args, kwargs)
+                    self._define_family(args, kwargs)
                 except ValueError:  # new inputs without data: draws are those of before
                     if held is None:
                         raise
