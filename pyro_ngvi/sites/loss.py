@@ -13,7 +13,7 @@ log p(r) - log q(r) added.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -28,6 +28,7 @@ from ..curvature.estimators import leave_curvature
 from ..linalg.host import at_hand, outside_autocast
 from ..linalg.products import matvec
 from ..runtime.density import site_log_prob
+from ..runtime.run import Program
 from ..runtime.store import whole_gradients
 from .algebra import Pairs, Snapshot, shallow_copy
 from .bound_model import BoundModel
@@ -37,8 +38,6 @@ from .expectation import Expected, default_count, expectations, first_targets, q
 from .probe_points import same
 from .site_guide import SiteGuide, find_sites
 from .structure import minibatch_scale
-
-Program = Callable[..., Any]
 
 
 def site_targets(gradient: Tensor, hessian: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
