@@ -28,7 +28,7 @@ from tqdm.auto import tqdm
 
 from ..linalg.host import own_random_state
 from ..runtime.density import Sites, site_kind, sum_log_prob
-from ..runtime.model_density import Parts, map_draws, without_plates
+from ..runtime.model_density import map_draws, without_plates
 from ..runtime.run import Conditioned, Minibatches
 from ..runtime.store import ModuleParams
 from .arviz_compat import from_groups
@@ -297,12 +297,12 @@ def _pits(fitted: Fitted, truth: Mapping[str, Tensor], num_samples: int) -> dict
     draws, _ = guide_draws(fitted.guide, num_samples)
     values = {name: torch.cat([truth[name][None], draws[name]]) for name in fitted.latent}
 
-    def shown(sites: Sites) -> Parts:
+    def shown(sites: Sites) -> dict[str, Tensor]:
         found = {name: sites[name]["value"] for name in fitted.shown}
-        return {"": found | {JOINT: sum_log_prob(sites)}}
+        return found | {JOINT: sum_log_prob(sites)}
 
     pits = {}
-    for name, x in map_draws(fitted.joint, shown, values, num_samples + 1)[""].items():
+    for name, x in map_draws(fitted.joint, shown, values, num_samples + 1).items():
         if x.isnan().any():
             raise ValueError(
                 f"{name!r} is NaN at draws of the guide: its fit has diverged. Give another "

@@ -31,7 +31,7 @@ from ..runtime.density import (
     site_kind,
     site_log_prob,
 )
-from ..runtime.model_density import Parts, map_draws, without_plates
+from ..runtime.model_density import map_draws, without_plates
 from ..runtime.pyro_adapter import is_marked, unmasked
 from ..runtime.run import Minibatches, look, run_both
 from ..runtime.summed_out import summed_out
@@ -179,7 +179,7 @@ class Fitted:
                 "judge. Use guide.median(), or pyro_ngvi.predict with it."
             )
 
-        def evaluated(sites: Sites) -> Parts:
+        def evaluated(sites: Sites) -> dict[str, dict[str, Tensor]]:
             terms = {name: site_log_prob(site) for name, site in sites.items()}
             likelihood = {}
             for name in log_likelihood_of:
@@ -193,7 +193,7 @@ class Fitted:
                 "log_likelihood": likelihood,
             }
 
-        found: Parts = {}
+        found: dict[str, dict[str, Tensor]] = {}
         density: dict[str, Any] = {"log": 0.0, "squares": 0.0}
         for share, joint in self.joints():
             found = map_draws(joint, evaluated, values, num_samples, batch_size)
@@ -238,13 +238,12 @@ def guide_draws(
     if getattr(guide.func, "prototype_trace", guide) is None:
         raise ValueError(f"{type(guide.func).__name__} has never been called. Train it first.")
 
-    def drawn(sites: Sites) -> Parts:
+    def drawn(sites: Sites) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         terms = {name: site_log_prob(site) for name, site in sites.items()}
-        return {"values": _of_guide(sites), "density": _density(sites, terms)}
+        return _of_guide(sites), _density(sites, terms)
 
     at_once = getattr(guide.func, "draws_at_once", num_samples)
-    found = map_draws(guide, drawn, {}, num_samples, batch_size=at_once)
-    return found["values"], found["density"]
+    return map_draws(guide, drawn, {}, num_samples, batch_size=at_once)
 
 
 def _of_guide(sites: Sites) -> dict[str, Tensor]:

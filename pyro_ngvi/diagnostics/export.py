@@ -240,10 +240,10 @@ def _with_discrete(
     names = [*values, *sites_of_kind(fitted.sites, "deterministic"), *joint.names]
     given = {given_name(name): x for name, x in values.items()}
 
-    def drawn(sites: Sites) -> Any:
-        return {"values": {name: sites[name]["value"] for name in names}}
+    def drawn(sites: Sites) -> dict[str, Tensor]:
+        return {name: sites[name]["value"] for name in names}
 
-    return map_draws(joint.with_draws(values.keys()), drawn, given, num_samples)["values"]
+    return map_draws(joint.with_draws(values.keys()), drawn, given, num_samples)
 
 
 def _can_be_drawn(fitted: Fitted, observed: Sequence[str]) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.density import Sites, site_log_prob
-from ..runtime.model_density import Parts, map_draws
+from ..runtime.model_density import map_draws
 from .arviz_compat import elpd_data
 from .diagnosis import Diagnosis
 from .draws import Draws, Fitted, compact, mask_of, random_state, sites_of_kind, with_likelihood
@@ -129,11 +129,11 @@ def _left_out(
     def terms(some: Tensor) -> Tensor:
         """Log likelihoods of some data at all draws."""
 
-        def chosen(sites: Sites) -> Parts:
+        def chosen(sites: Sites) -> Tensor:
             term = site_log_prob(sites[name])[0]
-            return {"": {"": compact(term, size).flatten()[some]}}
+            return compact(term, size).flatten()[some]
 
-        return map_draws(fitted.joint, chosen, draws.values, size, batch_size)[""][""]
+        return map_draws(fitted.joint, chosen, draws.values, size, batch_size)
 
     log_ratio = draws.log_ratio if weigh else np.zeros(size)
     smooth = draws.weights.psis_log_weights if weigh else log_ratio - np.log(size)

@@ -22,7 +22,7 @@ from torch.distributions import constraints
 
 from ..guides.found import BARRIER, COMPARABLE
 from ..runtime.density import Sites, plain_support, site_log_prob
-from ..runtime.model_density import Parts, map_draws
+from ..runtime.model_density import map_draws
 from .draws import Draws, Fitted
 from .weights import evidence_of
 
@@ -40,20 +40,20 @@ def mirrored(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> str
     log_q, count = draws.log_q[:DRAWS], min(DRAWS, len(draws.log_q))
     own, best, words = evidence_of(draws.log_ratio[:DRAWS]).log, -torch.inf, ""
 
-    def log_p(sites: Sites) -> Parts:
+    def log_p(sites: Sites) -> Tensor:
         total = torch.stack(
             [site_log_prob(site)[1].double().sum() for site in sites.values()]
         ).sum()
         for name in values:  # a masked prior has a density outside of its support, too
             inside = sites[name]["fn"].support.check(sites[name]["value"]).all()
             total = total.where(inside, -torch.inf)
-        return {"": {"": total}}
+        return total
 
     def log_ratio_at(at: Values, count: int) -> Tensor:
         few = {name: x[:count] for name, x in at.items()}
         try:
             with torch.no_grad(), poutine.block(), validation_enabled(False):
-                found = map_draws(fitted.joint, log_p, few, count, batch_size)[""][""]
+                found = map_draws(fitted.joint, log_p, few, count, batch_size)
         except Exception:  # whatever a model has against places where no draw was
             return torch.full_like(log_q[:count], -torch.inf)
         return (found - log_q[:count]).nan_to_num(-torch.inf)

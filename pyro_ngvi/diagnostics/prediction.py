@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from ..hierarchy import AutoHierarchical
 from ..runtime.density import Site, Sites, site_kind, site_log_prob
-from ..runtime.model_density import Parts, map_draws, without_plates
+from ..runtime.model_density import map_draws, without_plates
 from ..runtime.run import Minibatches, look
 from ..sites.site_guide import find_sites
 from .draws import compact, guide_draws, random_state, refuse_minibatches, sites_of_kind
@@ -265,12 +265,12 @@ def simulate(
 ) -> dict[str, Tensor]:
     """The named sites, (S, ...), where all but ``values`` are drawn from the model, data too."""
 
-    def chosen(sites: Sites) -> Parts:
+    def chosen(sites: Sites) -> dict[str, Tensor]:
         found = {name: sites[name]["value"] for name in names}
-        return {"": {n: compact(x, num_samples) if small else x for n, x in found.items()}}
+        return {n: compact(x, num_samples) if small else x for n, x in found.items()}
 
     program = SampleObserved(observed)(model)
-    return map_draws(program, chosen, values, num_samples, batch_size)[""]
+    return map_draws(program, chosen, values, num_samples, batch_size)
 
 
 def fixed_parameters(

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pyro
 import torch
+from torch import Tensor
 from torch.distributions import biject_to
 
 from ..linalg.host import own_random_state
 from ..optim.host import find_blocks
 from ..runtime.density import LatentLayout, Sites, site_log_prob, to_unconstrained
-from ..runtime.model_density import Parts, map_draws
+from ..runtime.model_density import map_draws
 from .draws import Draws, Fitted, random_state, sites_of_kind, warn_of_rounding
 from .khat import EVEN, FEWEST, HALF, KHat
 from .mirrors import mirrored
@@ -142,11 +143,11 @@ def _impossible(fitted: Fitted, draws: Draws) -> str:
     values = {name: x[:MIN_DRAWS] for name, x in draws.values.items()}
     for name in sites_of_kind(fitted.in_sum, "observed"):
 
-        def terms(sites: Sites, name: str = name) -> Parts:
-            return {"": {"": site_log_prob(sites[name])[1]}}
+        def terms(sites: Sites, name: str = name) -> Tensor:
+            return site_log_prob(sites[name])[1]
 
         with torch.no_grad(), pyro.validation_enabled(False):
-            log_l = map_draws(fitted.joint, terms, values, MIN_DRAWS)[""][""]
+            log_l = map_draws(fitted.joint, terms, values, MIN_DRAWS)
         never = ~log_l.isfinite().any(0)
         if bool(never.any()):
             return f", at all of them for {int(never.sum())} of {never.numel()} values of {name!r}"

@@ -40,10 +40,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ..linalg.host import own_random_state
 from ..runtime.density import Sites, site_log_prob
-from ..runtime.model_density import Parts, map_draws
+from ..runtime.model_density import map_draws
 
 MIN_DRAWS = 25  # fewer leave less than five weights for the tail
 FEWEST = 5  # weights that make a tail
@@ -250,24 +251,22 @@ def prior_evidence(
     """The mean likelihood over draws of the prior; ``None`` where it cannot be drawn from.  ``joints``
     give the model of each minibatch with its share, where ``model`` is one of them."""
 
-    def likelihood(sites: Sites) -> Parts:
+    def likelihood(sites: Sites) -> tuple[Tensor, dict[str, Tensor]]:
         terms = {name: site_log_prob(site) for name, site in sites.items()}
         log_joint = [scaled.double().sum() for _, scaled in terms.values()]
         # what the draws came from: a masked prior is improper and still draws
         drawn_from = [-terms[name][0].double().sum() for name in latent]
         log_weight = torch.stack([*log_joint, *drawn_from]).sum()
-        kept = {name: sites[name]["value"] for name in latent if joints}
-        return {"sums": {"log_weight": log_weight}, "values": kept}
+        return log_weight, {name: sites[name]["value"] for name in latent if joints}
 
     with own_random_state(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # far from the posterior models may warn of anything
         try:
-            run = map_draws(model, likelihood, {}, num_samples, batch_size)
-            found = run["sums"]["log_weight"]
+            found, values = map_draws(model, likelihood, {}, num_samples, batch_size)
             if joints is not None:
-                given = likelihood, run["values"], num_samples, batch_size
-                parts = ((w, map_draws(part, *given)["sums"]["log_weight"]) for w, part in joints())
-                found = torch.stack([w * log_weight for w, log_weight in parts]).sum(0)
+                given = likelihood, values, num_samples, batch_size
+                each = [share * map_draws(part, *given)[0] for share, part in joints()]
+                found = torch.stack(each).sum(0)
         except Exception:  # improper priors; models that fail far from the posterior, in any way
             return None
     return evidence_of(torch.where(torch.isfinite(found), found, -torch.inf).cpu().numpy())

@@ -26,7 +26,7 @@ from torch import Tensor
 from ..diagnostics.draws import guide_draws, random_state
 from ..runtime.checks import check_data
 from ..runtime.density import Sites, check_guide_of_this_model, check_model, innermost
-from ..runtime.model_density import Parts, map_draws
+from ..runtime.model_density import map_draws
 from ..runtime.run import look
 from .bayesianize import BayesianModule
 
@@ -165,19 +165,19 @@ def _run(
             with pyro.plate("data", fn.batch_shape[-1]):
                 pyro.sample("y", fn, obs=model.observed(fn, y))
 
-    def reduce(sites: Sites) -> Parts:
+    def reduce(sites: Sites) -> dict[str, Tensor]:
         check_model(sites, values, {})
         check_guide_of_this_model(values, sites)
         mean, variance = _moments(fn)
         result = {"mean": mean, "variance": variance}
         if y is not None:
             result["log_density"] = fn.log_prob(sites["y"]["value"])
-        return {"y": result}
+        return result
 
     if y is not None:  # under vmap nothing is validated
         first = {name: value[0] for name, value in values.items()}
         check_data({"y": look(program, first)["y"]}, program, first)
-    return map_draws(program, reduce, values, num_samples, chunk_size)["y"]
+    return map_draws(program, reduce, values, num_samples, chunk_size)
 
 
 def _moments(fn: Any) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from pyro import poutine
@@ -42,7 +42,7 @@ from .run import (
 )
 from .summed_out import summed_out
 
-Parts = dict[str, dict[str, Tensor]]
+T = TypeVar("T")
 
 MOST_NUMBERS = 2**20  # in the largest tensor of one piece: 8 MB in float64
 #: what raises for a singular matrix, and what tells of it
@@ -119,7 +119,7 @@ def batched_trace(
         num_particles = len(next(iter(values.values())))
     recorded: dict[str, BatchedSite] = {}
 
-    def tensors(sites: Sites) -> Parts:
+    def tensors(sites: Sites) -> dict[str, dict[str, Tensor]]:
         recorded.clear()
         for name, site in without_plates(sites).items():
             value, fn = site["value"], site["fn"]
@@ -212,25 +212,25 @@ class ModelDensity:
 
 def map_draws(
     program: Program,
-    reduce: Callable[[Sites], Parts],
+    reduce: Callable[[Sites], T],
     values: Values,
     num_samples: int,
     batch_size: int | None = None,
-) -> Parts:
+) -> T:
     """``reduce`` of the sites of ``program`` at each draw, stacked along a new first dimension.
 
     A program that ``vmap`` cannot run, runs once for each draw.
 
     Args:
         program: a model or a guide, its arguments bound.
-        reduce: maps the sites of one draw, without those of plates, to tensors in two levels of names.
+        reduce: maps the sites of one draw, without those of plates, to a pytree of tensors.
         values: constrained values by site, (S, ...); other sites are drawn.
         num_samples: S.
         batch_size: draws that run at once; ``None`` for as many as a million numbers allow.
     """
     names: set[str] = set()
 
-    def chosen(sites: Sites) -> Parts:
+    def chosen(sites: Sites) -> T:
         sites = without_plates(sites)
         if names and (changed := names ^ sites.keys()):
             raise ValueError(
@@ -250,7 +250,7 @@ def map_draws(
                 with own_random_state(), Largest() as largest:
                     run_particles(program, chosen, one, 1, (), {}, sampling=True, **how)
                 batch_size = max(1, MOST_NUMBERS // largest.numel)
-            found: Parts | None = None
+            found: Any = None
             for start in range(0, num_samples, batch_size):
                 size = min(batch_size, num_samples - start)
                 some = {name: x[start : start + size] for name, x in values.items()}
@@ -259,7 +259,7 @@ def map_draws(
                     found = tree_map(lambda x: x.new_empty(num_samples, *x.shape[1:]), part)
                 # copied, since results that are kept between large tensors scatter the heap
                 tree_map(lambda x, y: x.narrow(0, start, size).copy_(y), found, part)  # noqa: B023
-            return found or {}
+            return found
         except CannotBatch:
             # A program that is wrong rather than unbatchable shows its own error in the loop.
             return run_in_loop(program, chosen, values, num_samples, (), {}, **how)
