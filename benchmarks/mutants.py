@@ -1226,8 +1226,8 @@ FRONTIER = (
     Mutant(
         "minibatches: each counts as the whole",
         "diagnostics/draws.py",
-        'density["log"] = density["log"] + share * part["log"]',
-        'density["log"] = density["log"] + part["log"]',
+        "log_p = log_p + share * part[0]",
+        "log_p = log_p + part[0]",
         ("../contract/test_over_batches",),
     ),
     Mutant(

@@ -166,8 +166,8 @@ def doubt_of(guide: AutoHierarchical, args: Any, kwargs: Any) -> str:
 
 def _drawn(guide: ExactUnits, layout: LatentLayout, draws: int) -> tuple[Tensor, Tensor]:
     """Draws (S, d) of the globals, unconstrained, and their log density as constrained ones."""
-    values, of_guide = guide_draws(partial(guide.globals), draws)
-    return layout.pack(values), of_guide["log"]
+    values, (log_r, _) = guide_draws(partial(guide.globals), draws)
+    return layout.pack(values), log_r
 
 
 def weighted_globals(guide: ExactUnits, layout: LatentLayout, draws: int) -> tuple[Tensor, KHat]:

@@ -172,6 +172,7 @@ class Fitted:
         """Draws from the guide, and the model there."""
         # of this thread: a verdict does not depend on what else a machine does
         start, (drawn, of_guide) = time.thread_time(), guide_draws(self.guide, num_samples)
+        log_q, squares_q = of_guide
         values = {name: drawn[name] for name in self.latent}
         if all((x == x[0]).all() for x in values.values()):
             raise ValueError(
@@ -179,39 +180,28 @@ class Fitted:
                 "judge. Use guide.median(), or pyro_ngvi.predict with it."
             )
 
-        def evaluated(sites: Sites) -> dict[str, dict[str, Tensor]]:
+        def evaluated(sites: Sites) -> tuple[Any, ...]:
             terms = {name: site_log_prob(site) for name, site in sites.items()}
             likelihood = {}
             for name in log_likelihood_of:
                 seen = torch.where(mask_of(sites[name]), terms[name][0], 0.0)
                 likelihood[name] = compact(seen, num_samples)
             prior = {name: compact(terms[name][1], num_samples) for name in self.latent}
-            return {
-                "density": _density(sites, terms),
-                "values": {name: sites[name]["value"] for name in self.shown},
-                "log_prior": prior,
-                "log_likelihood": likelihood,
-            }
+            shown = {name: sites[name]["value"] for name in self.shown}
+            return density_of(sites, terms), shown, prior, likelihood
 
-        found: dict[str, dict[str, Tensor]] = {}
-        density: dict[str, Any] = {"log": 0.0, "squares": 0.0}
+        log_p: Any = 0.0
+        squares: Any = 0.0
+        found: list[Any] = []
         for share, joint in self.joints():
-            found = map_draws(joint, evaluated, values, num_samples, batch_size)
-            part = found["density"]
-            density["log"] = density["log"] + share * part["log"]
-            density["squares"] = density["squares"] + share**2 * part["squares"]
+            part, *found = map_draws(joint, evaluated, values, num_samples, batch_size)
+            log_p = log_p + share * part[0]
+            squares = squares + share**2 * part[1]
         if self.whole:
-            density = {what: self.whole.over_ranks(x) for what, x in density.items()}
+            log_p, squares = map(self.whole.over_ranks, (log_p, squares))
         self.seconds = time.thread_time() - start
-        return Draws(
-            values,
-            of_guide["log"],
-            density["log"],
-            64.0 * sum(float(x["squares"].max()) ** 0.5 for x in (density, of_guide)),
-            found["values"],
-            found["log_prior"],
-            found["log_likelihood"],
-        )
+        rounding = 64.0 * sum(float(x.max()) ** 0.5 for x in (squares, squares_q))
+        return Draws(values, log_q, log_p, rounding, *found)
 
 
 def refuse_minibatches(sites: Sites, plates: Collection[str]) -> None:
@@ -231,16 +221,16 @@ def sites_of_kind(sites: Sites, kind: Kind) -> list[str]:
 
 def guide_draws(
     guide: partial[Any], num_samples: int
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Draws of a guide's latent sites, its arguments bound, (S, *shape), and ``_density`` there."""
+) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor]]:
+    """Draws of a guide's latent sites, its arguments bound, (S, *shape), and ``density_of`` there."""
     if num_samples < 1:
         raise ValueError(f"num_samples is {num_samples}; give at least 1.")
     if getattr(guide.func, "prototype_trace", guide) is None:
         raise ValueError(f"{type(guide.func).__name__} has never been called. Train it first.")
 
-    def drawn(sites: Sites) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def drawn(sites: Sites) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor]]:
         terms = {name: site_log_prob(site) for name, site in sites.items()}
-        return _of_guide(sites), _density(sites, terms)
+        return _of_guide(sites), density_of(sites, terms)
 
     at_once = getattr(guide.func, "draws_at_once", num_samples)
     return map_draws(guide, drawn, {}, num_samples, batch_size=at_once)
@@ -251,7 +241,7 @@ def _of_guide(sites: Sites) -> dict[str, Tensor]:
     return {n: x["value"] for n, x in sites.items() if is_latent(x) and not is_auxiliary(x)}
 
 
-def _density(sites: Sites, terms: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+def density_of(sites: Sites, terms: Mapping[str, tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """The log density of one draw, summed in float64, and the sum of squares of terms' roundings."""
     logs, squares = [], []
     for name, site in sites.items():
@@ -260,7 +250,7 @@ def _density(sites: Sites, terms: Mapping[str, tuple[Tensor, Tensor]]) -> dict[s
         eps = torch.finfo(term.dtype).eps if term.is_floating_point() else 0.0
         logs.append(term.double().sum())
         squares.append((eps * term.double().nan_to_num(0.0, 0.0, 0.0)).square().sum())
-    return {"log": torch.stack(logs).sum(), "squares": torch.stack(squares).sum()}
+    return torch.stack(logs).sum(), torch.stack(squares).sum()
 
 
 def with_likelihood(fitted: Fitted) -> list[str]:
