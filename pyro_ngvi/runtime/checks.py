@@ -91,16 +91,14 @@ def _validated_log_prob(site: Site) -> Tensor:
     try:
         return site_log_prob(site)[1]
     except ValueError as error:
-        words = _of_nan(site) if _has_nan(site) else error
+        words = _of_nan(site["value"]) or error
         raise ValueError(f"The site {site['name']!r} cannot be evaluated: {words}") from error
 
 
-def _has_nan(site: Site) -> bool:
-    return isinstance(site["value"], Tensor) and bool(site["value"].isnan().any())
-
-
-def _of_nan(site: Site) -> str:
-    value = site["value"]
+def _of_nan(value: Any) -> str:
+    """How many values are NaN, in words; empty where none is."""
+    if not isinstance(value, Tensor) or not bool(value.isnan().any()):
+        return ""
     return (
         f"{int(value.isnan().sum())} of its {value.numel()} values are NaN. Mask them, and observe "
         f"numbers under the mask, whose gradients count: poutine.mask(mask=~y.isnan()), "
@@ -117,15 +115,17 @@ def check_missing(sites: Sites, again: Callable[[], Sites]) -> None:
     """
     for name, site in sites.items():
         words = _of_missing(site) if site_kind(site) == "observed" else ""
-        if words and _is_same(site, again().get(name, site)):
-            raise ValueError(f"The site {name!r} cannot be evaluated: {words}")
+        if words:
+            now, then = (s["value"].nan_to_num() for s in (site, again().get(name, site)))
+            if torch.equal(now, then):
+                raise ValueError(f"The site {name!r} cannot be evaluated: {words}")
 
 
 def _of_missing(site: Site) -> str:
     """What is wrong with the data of a site, in words; empty where nothing is."""
-    if _has_nan(site):
-        return _of_nan(site)
     value = site["value"]
+    if words := _of_nan(value):
+        return words
     infinite = value.isinf() if isinstance(value, Tensor) else torch.zeros(1)
     if not bool(infinite.any()) or math.isfinite(float(site_log_prob(site)[1].sum())):
         return ""
@@ -134,12 +134,6 @@ def _of_missing(site: Site) -> str:
         f"numbers under the mask: poutine.mask(mask=torch.isfinite(y)), "
         f"obs=torch.where(torch.isfinite(y), y, 0.0)."
     )
-
-
-def _is_same(site: Site, other: Site) -> bool:
-    a, b = site["value"], other["value"]
-    both = isinstance(a, Tensor) and isinstance(b, Tensor)
-    return not both or torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
 def check_data(checked: Sites, program: Program, values: Values) -> None:
