@@ -7,6 +7,7 @@ import pyro
 import torch
 from torch import Tensor
 
+from ..linalg.hessian import values_and_gradients
 from ..runtime.model_density import NaNWhereSingular
 
 #: mean acceptance that leaps aim at, steps that adapt them, and the first leap times d^(1/4)
@@ -27,12 +28,8 @@ def run_chains(
 
     def gradient(u: Tensor) -> tuple[Tensor, Tensor]:
         # far out parameters leave their support: no density there, and no error
-        with torch.enable_grad(), pyro.validation_enabled(False):
-            u = u.detach().requires_grad_()
-            with NaNWhereSingular():
-                value = log_prob(center + u @ factor.mT)
-            (grad,) = torch.autograd.grad(value.sum(), u)
-        return value.detach(), grad
+        with pyro.validation_enabled(False), NaNWhereSingular():
+            return values_and_gradients(lambda v: log_prob(center + v @ factor.mT), u)
 
     u = torch.linalg.solve_triangular(factor, (start - center).mT, upper=False).mT
     value, grad = gradient(u)

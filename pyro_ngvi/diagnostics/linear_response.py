@@ -36,6 +36,7 @@ from torch import Tensor
 from torch.func import grad, jacrev, vjp, vmap
 
 from ..families import MeanFieldNormal
+from ..families.vectors import entry_name, pack, unpack
 from ..linalg.hessian import ROWS
 from ..linalg.host import fixed_normal, own_random_state
 from ..linalg.positive import solve_positive
@@ -136,7 +137,7 @@ def linear_response(
 
     def moments(eta: Tensor) -> Tensor:
         values = layout.unpack(points(eta, noise))
-        return torch.cat([values[name].mean(0).reshape(-1) for name in chosen])
+        return pack({name: values[name].mean(0) for name in chosen})
 
     with own_random_state(), Largest() as largest:
         density(mu[None])
@@ -165,18 +166,16 @@ def linear_response(
         shorter = (eta + 0.5**k * step for k in range(20))
         eta = next((x for x in shorter if bool(sum(loss(x, e) for e in pieces) <= value)), eta)
     else:
-        shapes = layout.unconstrained_shapes.items()
-        entries = [name for name, shape in shapes for _ in range(shape.numel())]
         where = int((step if direction is None else direction).abs().argmax()) % len(mu)
+        name = entry_name(where, layout.unconstrained_shapes)
         raise ValueError(
             f"The loss has no minimum within {MOST_STEPS} Newton steps of the guide: it falls on along "
-            f"{entries[where]!r}. Train longer, or raise num_samples."
+            f"{name!r}. Train longer, or raise num_samples."
         )
     covariance = (B[:-1] @ X[:-1].mT).to(mu)
     values = layout.unpack(points(torch.zeros_like(eta), noise))
     mean = {name: values[name].mean(0) for name in chosen}
-    sds = covariance.diagonal().sqrt().split([x.numel() for x in mean.values()])
-    sd = {name: x.reshape(mean[name].shape) for name, x in zip(chosen, sds, strict=True)}
+    sd = unpack(covariance.diagonal().sqrt(), mean)
     guide_sd = {name: values[name].var(0, correction=0).sqrt() for name in chosen}
     return LinearResponse(mean, sd, guide_sd, 0.5 * (covariance + covariance.mT))
 

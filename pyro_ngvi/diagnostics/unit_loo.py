@@ -13,6 +13,7 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
+from ..families.vectors import split
 from ..hierarchy.collapsed import Collapsed, ExactUnits
 from ..optim.rule import require
 from ..runtime.density import LatentLayout
@@ -47,12 +48,10 @@ class UnitLOO:
     def most(self, count: int = 10) -> Tensor:
         """Numbers (count,) of the units that move a global furthest."""
         require(count >= 0, "count", "not be negative", count)
-        return self._largest().argsort(descending=True, stable=True)[:count]
-
-    def _largest(self) -> Tensor:
         parts = [x.reshape(len(x), -1) for x in self.influence.values()]
         parts += [self.pointwise.new_zeros(len(self.pointwise), 1)]
-        return torch.cat(parts, 1).abs().nan_to_num(torch.inf).amax(1)
+        largest = torch.cat(parts, 1).abs().nan_to_num(torch.inf).amax(1)
+        return largest.argsort(descending=True, stable=True)[:count]
 
     def __str__(self) -> str:
         bad = int((self.khat > PARETO).sum())
@@ -151,13 +150,12 @@ def _found(
     log_ratio = weights.log_weights if can_weigh(weights) else np.zeros(num_draws)
     values = layout.unpack(theta)
     log_l, absent = (x.cpu() for x in model.by_unit(values))
-    flat = {name: v.double().cpu().reshape(num_draws, -1) for name, v in values.items()}
-    every = torch.cat([*flat.values()], 1).numpy()
+    flat = [v.double().cpu().reshape(num_draws, -1) for v in values.values()]
+    every = torch.cat(flat, 1).numpy()
     figures, moves = map(torch.from_numpy, _left_out(log_l.double().numpy(), log_ratio, every))
     pointwise, khat = torch.where(absent, torch.nan, figures)
     moves = torch.where(absent[:, None], 0.0, moves)
-    parts = zip(values.items(), moves.split([v.shape[1] for v in flat.values()], 1), strict=True)
-    influence = {name: part.reshape(-1, *v.shape[1:]) for (name, v), part in parts}
+    influence = split(moves, {name: v.shape[1:] for name, v in values.items()})
     terms = pointwise[~absent]
     se = float((len(terms) * terms.var(correction=0)).sqrt())
     result = UnitLOO(float(terms.sum()), se, pointwise, khat, int(absent.sum()), influence)

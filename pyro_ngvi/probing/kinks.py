@@ -64,10 +64,9 @@ def kinked_sites(
         log_probs, log_det = run(t, reduce)
         return torch.cat([log_probs[0, 1:], log_det[None]])
 
-    moved, start = torch.zeros_like(t), 0
-    for shape in layout.unconstrained_shapes.values():
-        _few(moved[start : start + shape.numel()], ENTRIES).fill_(1.0)
-        start += shape.numel()
+    moved = torch.zeros_like(t)
+    for part in moved.split([shape.numel() for shape in layout.unconstrained_shapes.values()]):
+        _few(part, ENTRIES).fill_(1.0)
     away = torch.arange(1, len(t) + 1, dtype=t.dtype, device=t.device).sin()
     wide = away.abs() + 0.1
     # around the draw, and through zero, where most priors have their kinks
