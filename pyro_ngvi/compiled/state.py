@@ -43,9 +43,8 @@ class StepState:
 
     def is_untouched(self) -> bool:
         """Whether every attribute still holds the very object that it held here, or was written."""
-        return all(len(own) == size for own, size in self._sizes) and all(
-            mark.holds() for mark in self._marks.values()
-        )
+        same = all(len(own) == size for own, size in self._sizes)
+        return same and all(mark.holds() for mark in self._marks.values())
 
     def differs(self, other: StepState) -> str | None:
         """The first attribute that is not the same in ``other``, tensors apart."""

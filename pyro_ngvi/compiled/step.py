@@ -56,9 +56,8 @@ class StepFunction:
                 return False
             self.state = now
         store = dict(pyro.get_param_store().named_parameters())
-        return all(store.get(name) is p for name, p in self._stored.items()) and all(
-            held.get(name) is x for held, name, x in self._written
-        )
+        same = all(store.get(name) is p for name, p in self._stored.items())
+        return same and all(held.get(name) is x for held, name, x in self._written)
 
     def eager(self, args: Any, kwargs: Any) -> list[Tensor]:
         """Run the program: step what the rule steps, and return the results."""

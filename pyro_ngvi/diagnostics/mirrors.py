@@ -112,9 +112,8 @@ def _signs(values: Values, sites: Sites) -> Iterator[tuple[str, Values]]:
 def _exchanges(values: Values, sites: Sites) -> Iterator[tuple[str, Values]]:
     for size in range(2, ENTRIES + 1):
         having = {n: x for n, x in values.items() if size in x.shape[1:]}
-        if any(
-            sites[n]["fn"].support.event_dim > 1 for n in having
-        ):  # a matrix is no list of entries
+        # a matrix is no list of entries
+        if any(sites[n]["fn"].support.event_dim > 1 for n in having):
             continue
         shares = {n: 1.0 - x for n, x in values.items() if _is_share(sites[n], x) and size == 2}
         for i, j in combinations(range(size), 2) if having else ():

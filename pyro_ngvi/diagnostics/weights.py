@@ -164,9 +164,8 @@ def shift_of(draws: np.ndarray, log_weights: np.ndarray, own: np.ndarray | None 
         even = np.append(np.full(len(own), 1 / len(own)), np.zeros(len(even)))
     with np.errstate(all="ignore"):  # draws may be infinite; that is an answer too
         parts = [_shift(x, w, even) for x in _blocks(draws)]
-    columns = np.nan_to_num(
-        np.concatenate([np.zeros((4, 0)), *parts], 1), nan=np.inf, posinf=np.inf
-    )
+    columns = np.concatenate([np.zeros((4, 0)), *parts], 1)
+    columns = np.nan_to_num(columns, nan=np.inf, posinf=np.inf)
     return Shift(*(c.reshape(draws.shape[1:]) for c in columns))
 
 

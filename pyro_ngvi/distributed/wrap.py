@@ -112,6 +112,6 @@ def wrap(
             f"distributed.wrap: {type(loss).__name__} is not linear in log p: means over shards are "
             f"not those of all data. Take an ELBO, or all data on all ranks with plates=[]."
         )
-    return (SitesSVI if by_sites else DistributedSVI)(
-        svi, plates, scaled_to, not plates if own_noise is None else own_noise, check_every
-    )
+    own_noise = not plates if own_noise is None else own_noise
+    kind = SitesSVI if by_sites else DistributedSVI
+    return kind(svi, plates, scaled_to, own_noise, check_every)

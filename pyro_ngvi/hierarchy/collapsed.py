@@ -327,6 +327,5 @@ class ExactUnits:
         drawn = self.collapsed.drawn({n: x.unsqueeze(0) for n, x in values.items()})
         with poutine.block():
             guide._create_plates(*call.args, **call.kwargs)
-        return values | self.collapsed.units.sample(
-            drawn, guide.prototype_trace.nodes, guide.plates
-        )
+        nodes = guide.prototype_trace.nodes
+        return values | self.collapsed.units.sample(drawn, nodes, guide.plates)

@@ -194,9 +194,8 @@ def offset_and_root(fn: Gaussian) -> tuple[Tensor, Tensor | None]:
         return fn.loc.expand(fn.batch_shape), None
     if not isinstance(fn, GaussianStateSpace):
         loc, root = cast(Any, fn).loc, cast(Any, fn).scale_tril
-        return loc.expand(*fn.batch_shape, *fn.event_shape), root.expand(
-            *fn.batch_shape, *root.shape[-2:]
-        )
+        root = root.expand(*fn.batch_shape, *root.shape[-2:])
+        return loc.expand(*fn.batch_shape, *fn.event_shape), root
     size = fn.event_shape.numel()
     one = torch.eye(size, dtype=fn.initial_loc.dtype, device=fn.initial_loc.device)
     made = fn.from_noise(torch.cat([0.0 * one[:1], one]).reshape(-1, *fn.event_shape))

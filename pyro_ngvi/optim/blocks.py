@@ -195,9 +195,8 @@ class GuideBlock:
         scores, values = self.stored_scores(n), self._values()
         if not self._frames:
             return scores
-        return packed_scores(
-            self.family, values, torch.func.vmap(lambda s: unpack(s, values))(scores)
-        )
+        each = torch.func.vmap(lambda s: unpack(s, values))(scores)
+        return packed_scores(self.family, values, each)
 
     def site_of(self, index: int) -> str:
         """Name of the parameter that holds entry ``index`` of all of them in a row."""

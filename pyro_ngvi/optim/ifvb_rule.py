@@ -87,9 +87,8 @@ class IFVBRule(Rule):
         blocks = [sum(sizes)]
         if isinstance(self.family, Coordinates):
             blocks = self.family.block_sizes(params)
-        step = self._with(lambda g: solver.solve(own, product, g, blocks)).step(
-            params, grads, state
-        )
+        rule = self._with(lambda g: solver.solve(own, product, g, blocks))
+        step = rule.step(params, grads, state)
         if "divergence" in given:
             step, short = shortened(step, params, given["divergence"])
             own = solver.adapted(own, short)

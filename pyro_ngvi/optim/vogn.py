@@ -160,9 +160,8 @@ class SLANG(_Preset):
         momentum: float = 0.9,
         **further: Any,
     ) -> None:
-        super().__init__(
-            guide, lr, lr if curvature_lr is None else curvature_lr, momentum, **further
-        )
+        curvature_lr = lr if curvature_lr is None else curvature_lr
+        super().__init__(guide, lr, curvature_lr, momentum, **further)
 
 
 class IVON(_Preset):

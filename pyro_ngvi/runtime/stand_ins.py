@@ -50,9 +50,8 @@ def ordered_logistic(
 def multinomial_sample(self: td.Multinomial, sample_shape: Any = ()) -> Tensor:
     """A draw of ``Multinomial``, which in torch adds up counts in a tensor of its own."""
     with torch.no_grad():
-        which = self._categorical.sample(torch.Size((self.total_count, *sample_shape))).movedim(
-            0, -1
-        )
+        shape = torch.Size((self.total_count, *sample_shape))
+        which = self._categorical.sample(shape).movedim(0, -1)
         counts = which.new_zeros(self._extended_shape(torch.Size(sample_shape)))
         return counts.scatter_add(-1, which, torch.ones_like(which)).type_as(self.probs)
 
