@@ -15,7 +15,7 @@ from pyro.poutine.util import site_is_subsample
 from ..guides import init_to_center
 from ..linalg.coloring import Coloring
 from ..linalg.host import at_hand, own_random_state
-from ..runtime.density import Site, Sites, is_latent
+from ..runtime.density import Site, Sites, is_latent, site_kind
 from ..runtime.pyro_adapter import is_marked
 from ..runtime.run import Minibatches, run_plainly
 from .probe import Probe, probed
@@ -24,6 +24,9 @@ from .units import Units
 
 #: most latent variables of one unit, and of a block, whose matrices are dense
 MOST_ENTRIES, MOST_OF_BLOCK = 64, 512
+#: most latent variables of a block that data see at once, times numbers of data: a step takes so many
+#: derivatives of each
+MOST_SEEN = MOST_OF_BLOCK**2
 
 
 def find_units(model: Model, args: Any, kwargs: Any, wanted: Sequence[str] | Units | None) -> Units:
@@ -180,10 +183,13 @@ def _block(call: Call, sites: Sites, latent: Sites, wanted: Sequence[str] | None
         )
     pattern = [probe.curvature(at)[0, 0] != 0.0 for at in probe.finite_moves()]
     coloring = Coloring(pattern[0] | pattern[1])
-    if coloring.count > MOST_ENTRIES:
+    observed = (s["value"] for s in sites.values() if site_kind(s) == "observed")
+    data = sum(torch.as_tensor(value).numel() for value in observed)
+    if coloring.count * data > MOST_SEEN:
         raise ValueError(
-            f"AutoHierarchical: data see {coloring.count} latent variables of a block at once, more "
-            f"than {MOST_ENTRIES}. Name what they see: f = pyro.deterministic({'f'!r}, ...)."
+            f"AutoHierarchical: {data:,} data see {coloring.count} latent variables of a block at "
+            f"once, too many for as many derivatives. Name what they see in the shape of the "
+            f"latent site: f = pyro.deterministic({'f'!r}, ...)."
         )
     return replace(units, coloring=coloring)
 

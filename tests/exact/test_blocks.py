@@ -158,6 +158,33 @@ def test_a_gaussian_block_is_exact_given_the_globals(model: Callable[[], None]) 
             assert torch.allclose(left, wanted, rtol=0.0, atol=1e-8)
 
 
+def test_a_long_series_whose_data_see_all_of_it_is_a_block() -> None:
+    n, g = 90, torch.Generator().manual_seed(0)
+    y = 0.5 * torch.randn(n, generator=g).double().cumsum(0)
+
+    def walk() -> None:
+        s, start = step_scale(), pyro.sample("start", dist.Normal(ZERO, 2.0))
+        with pyro.plate("steps", n - 1):
+            u: Any = pyro.sample("u", dist.Normal(ZERO, s))
+        start = start.reshape(-1, 1) if start.dim() else start[None]
+        level = torch.cat([start, start + u.cumsum(-1)], -1)
+        with pyro.plate("data", n):
+            pyro.sample("y", dist.Normal(level, NOISE), obs=y)
+
+    assert ngvi.advise(walk).guide is ngvi.AutoHierarchical
+    guide = fitted(walk, 30)[0]
+    assert guide.units.width == n and guide.units.globals == ("s",)
+    ones = torch.ones(n, n).double().tril()
+    with torch.no_grad():
+        values, left = left_of_elbo(walk, guide)
+        s = values["s"]
+        moves = torch.cat([ones[:, :1], s * ones[:, 1:]], 1) * torch.tensor([2.0] + [1.0] * (n - 1))
+        K = moves @ moves.mT + NOISE**2 * torch.eye(n).double()
+        evidence = dist.MultivariateNormal(torch.zeros(n).double(), K).log_prob(y)
+        wanted = evidence + dist.HalfNormal(ZERO + 1.0).log_prob(s)
+        assert torch.allclose(left, wanted, rtol=0.0, atol=1e-7)
+
+
 def test_all_forms_take_the_same_steps() -> None:
     """With sites on the level, or on what is one to one with it, q(s) is the same."""
     locs = torch.stack([fitted_form(model).globals.loc.detach() for model in FORMS])
@@ -373,8 +400,9 @@ def kinked() -> None:
 def many_seen() -> None:
     s = step_scale()
     z: Any = pyro.sample("z", dist.Normal(torch.zeros(70).double(), s).to_event(1))
-    with pyro.plate("data", 70):
-        pyro.sample("y", dist.Poisson(z.cumsum(-1).exp()), obs=torch.ones(70).double())
+    with pyro.plate("months", 60, dim=-2), pyro.plate("data", 70):
+        rates = z.cumsum(-1).exp().unsqueeze(-2)
+        pyro.sample("y", dist.Poisson(rates), obs=torch.ones(60, 70).double())
 
 
 def large() -> None:
@@ -388,7 +416,7 @@ def large() -> None:
     ("model", "part"),
     [
         (kinked, "a block needs a likelihood without kinks"),
-        (many_seen, "data see 70 latent variables of a block at once"),
+        (many_seen, "4,200 data see 70 latent variables of a block at once"),
         (large, "600 Gaussian latent variables and 1 other"),
     ],
 )

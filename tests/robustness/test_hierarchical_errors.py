@@ -114,7 +114,7 @@ def in_another_minibatch() -> None:
 def wide() -> None:
     s = scale()
     with pyro.plate("units", 6):
-        fn: Any = dist.Normal(ZERO, s).expand([65])
+        fn: Any = dist.Normal(ZERO, s).expand([100])
         u: Any = pyro.sample("u", fn.to_event(1))
         pyro.sample("y", dist.Normal(u.sum(-1), 1.0), obs=Y)
 
@@ -130,7 +130,7 @@ REFUSED: list[tuple[Callable[..., None], str]] = [
     (enumerated, "'k' is enumerated"),
     (masked_prior, "the prior of 'u' stands under poutine.scale, poutine.mask"),
     (in_another_minibatch, "a subsampled plate beside 'units'"),
-    (wide, "has 65 latent variables, more than 64"),
+    (wide, "has 100 latent variables, more than 64"),
 ]
 
 
