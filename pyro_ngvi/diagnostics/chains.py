@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..linalg.hessian import values_and_gradients
 from ..runtime.model_density import NaNWhereSingular
+from ..runtime.waiting import waiting
 
 #: mean acceptance that leaps aim at, steps that adapt them, and the first leap times d^(1/4)
 ACCEPTED, ADAPTING, LEAP = 0.8, 4, 1.2
@@ -34,7 +35,7 @@ def run_chains(
     u = torch.linalg.solve_triangular(factor, (start - center).mT, upper=False).mT
     value, grad = gradient(u)
     leap, rates = LEAP / d**0.25, []
-    for step in range(num_steps):
+    for step in waiting("chains that judge the guide", range(num_steps), "step"):
         momentum = torch.randn_like(u)
         length = LENGTH * (0.5 + float(torch.rand(())))
         leaps = min(MOST_LEAPS, max(1, math.ceil(length / leap)))

@@ -1,7 +1,7 @@
 """What a fit shows while it runs, and how it is broken off.
 
 What a user may have to act on is a Python warning, here as in the whole package; what passes by is a
-bar or a line on stderr, of this file alone.  Nothing uses ``logging``.
+bar or a line on stderr, of this file and of ``runtime.waiting``.  Nothing uses ``logging``.
 """
 
 from __future__ import annotations

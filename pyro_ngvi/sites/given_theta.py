@@ -19,6 +19,7 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 from ..linalg.host import own_random_state
 from ..probing.flat import flat_sites
 from ..runtime.density import LatentLayout
+from ..runtime.waiting import waiting
 from .conditioned_model import MeansOfProcesses, is_gaussian
 from .corrections import corrected_evidence
 from .cvi import CVI
@@ -48,6 +49,7 @@ class GivenTheta:
         self.model, self.args, self.kwargs = model, args, kwargs
         self.values: dict[str, Tensor] = {}
         self.unsettled = 0
+        self.bar = waiting("integrate", unit=" points")
         #: sites by u at which they were fitted
         self.known: dict[tuple[float, ...], list[Tensor]] = {}
         self._drawn = draws = [self._latents(seed) for seed in range(PRIORS)]
@@ -133,6 +135,7 @@ class GivenTheta:
 
     def settle(self, u: Tensor) -> float:
         """Sweeps at u until q stands still; the log-Jacobian."""
+        self.bar.update()
         log_det = float(self.move(u.detach()))
         params, key = self.guide.natural_params().values(), tuple(u.tolist())
         with torch.no_grad():

@@ -126,6 +126,7 @@ def integrate(
             every = rows.setdefault(name, draws.new_empty(num_samples, *shapes[name]))
             every[mine.to(every.device)] = draws
         components.append(found._replace(draws={}))
+    at_theta.bar.close()
     tables, doubts = combined(components, weights)
     return IntegratedMarginals(
         log_evidence=design.log_integral,

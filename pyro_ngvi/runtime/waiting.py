@@ -1,0 +1,18 @@
+"""A bar for what takes long and is not a run of SVI."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from tqdm.auto import tqdm
+
+#: seconds after which it appears, and between two lines of a log
+PATIENCE = 10.0
+
+
+def waiting(doing: str, over: Iterable[Any] | None = None, unit: str = "it") -> Any:
+    """A tqdm bar ``over`` something, or one to be updated, on stderr, that appears where it is slow."""
+    pause = 0.1 if sys.stderr.isatty() else PATIENCE
+    return tqdm(over, doing, unit=unit, delay=PATIENCE, mininterval=pause, leave=False)
