@@ -196,11 +196,18 @@ def offset_and_root(fn: Gaussian) -> tuple[Tensor, Tensor | None]:
         loc, root = cast(Any, fn).loc, cast(Any, fn).scale_tril
         root = root.expand(*fn.batch_shape, *root.shape[-2:])
         return loc.expand(*fn.batch_shape, *fn.event_shape), root
-    size = fn.event_shape.numel()
-    one = torch.eye(size, dtype=fn.initial_loc.dtype, device=fn.initial_loc.device)
-    made = fn.from_noise(torch.cat([0.0 * one[:1], one]).reshape(-1, *fn.event_shape))
-    root = (made[1:] - made[0]).reshape(size, size).mT
-    return made[0].expand(fn.shape()), root.expand(*fn.batch_shape, size, size)
+    # x_t = A_t x_(t-1) + c_t + L_t e_t, all steps in one matrix
+    (A, _, L), size = fn.steps(), fn.event_shape.numel()
+    one = torch.eye(len(A), dtype=A.dtype, device=A.device)
+    before = torch.cat([0.0 * one[-1:], one[:-1]])
+    moved, root = (
+        torch.einsum("tij,ts->tisj", each, at).reshape(size, size)
+        for each, at in ((A, before), (L, one))
+    )
+    start = torch.eye(size, dtype=A.dtype, device=A.device) - moved
+    root = torch.linalg.solve_triangular(start, root, upper=False, unitriangular=True)
+    loc = fn.from_noise(torch.zeros_like(root[0]).reshape(fn.event_shape))
+    return loc.expand(fn.shape()), root.expand(*fn.batch_shape, size, size)
 
 
 # --- what one call of a model says of its units, at draws of the globals
