@@ -34,7 +34,7 @@ from ..runtime.store import ModuleParams
 from .arviz_compat import from_groups
 from .draws import Fitted, guide_draws, random_state, refuse_minibatches, sites_of_kind
 from .groups import name_dims, per_draw
-from .prediction import fixed_parameters, simulate
+from .new_data import fixed_parameters, simulate
 
 #: simulations below which limits of many are too far for p-values
 FEWEST = 20

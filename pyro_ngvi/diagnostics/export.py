@@ -19,7 +19,8 @@ from .correction import corrected as corrected_guide
 from .correction import decision_on
 from .draws import Fitted, random_state, sites_of_kind, warn_of_rounding, with_likelihood
 from .groups import constants, name_dims, observations, per_draw
-from .prediction import PREDICTIONS, NewData, fixed_parameters, simulate
+from .new_data import NewData, fixed_parameters, simulate
+from .prediction import PREDICTIONS
 from .verdict import judge
 from .weights import systematic_resample
 
@@ -213,7 +214,7 @@ def to_arviz(
             )
         call = ((), predictions) if isinstance(predictions, Mapping) else (predictions, {})
         new = NewData(model, {name: values[name] for name in fitted.latent}, *call)
-        for note in [*new.same_units(), *new.same_rows()]:
+        for note in [*new.joint(guide), *new.same_units(), *new.new_sites(), *new.same_rows()]:
             warnings.warn(note, stacklevel=2)
         with random_state(seed, PREDICTIONS):
             drawn = per_draw(new.draw(None, batch_size, small=True))

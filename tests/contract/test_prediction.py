@@ -225,7 +225,7 @@ def test_latent_sites_of_each_row() -> None:
     assert abs(residual.mean()) < 5 / residual.numel() ** 0.5
     assert abs(residual.var() - 1) < 5 * (2 / residual.numel()) ** 0.5
     with pytest.raises(ValueError, match="from_prior names 'eta'"):
-        ngvi.predict(schools, guide, new, from_prior=["eta"])
+        ngvi.predict(schools, guide, old, from_prior=["eta"])
 
 
 def test_a_function_at_the_rows_is_not_taken_for_one_at_others() -> None:
@@ -250,6 +250,90 @@ def test_a_function_at_the_rows_is_not_taken_for_one_at_others() -> None:
             ngvi.predict(process, kept, X[:2])
     with pytest.warns(UserWarning, match="'f' has an entry for each row"):
         ngvi.to_arviz(process, guide, X, y, num_samples=50, predictions=(X + 5.0,))
+
+
+def field(x: Tensor, y: Tensor | None = None, observed: bool = False) -> None:
+    """A smooth function with a random scale, latent or observed itself."""
+    scale = pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+    covariance = scale**2 * torch.exp(-(x[:, None] - x).square()) + 0.1 * torch.eye(len(x))
+    process = dist.MultivariateNormal(torch.zeros(len(x)), covariance)
+    if observed:
+        pyro.sample("y", process, obs=y)
+    else:
+        f = pyro.sample("f", process)
+        with pyro.plate("unit", len(x)):
+            pyro.sample("y", dist.Normal(f, 0.5), obs=y)
+
+
+@pytest.mark.parametrize("observed", [False, True])
+def test_draws_of_a_process_that_know_nothing_of_the_data_are_warned_of(observed: bool) -> None:
+    x, new = torch.linspace(0.0, 4.0, 8), torch.tensor([1.0, 5.0])
+    how: Any = {"observed": observed, "max_steps": 2, "seed": 0, "progress": False}
+    fit = ngvi.fit(field, x, x.sin(), **how)
+    idata = fit.to_arviz(num_samples=50, seed=0)
+    options: Any
+    name, options = ("y", {}) if observed else ("f", {"from_prior": ["f"]})
+    message = rf"'{name}' is one joint draw, of shape \(2,\) here and \(8,\) in the fit"
+    at: Any = {"x": new, "observed": observed}
+    with pytest.warns(UserWarning, match=message):
+        fit.predict(**at, num_samples=20, **options)
+    with pytest.warns(UserWarning, match=message):
+        ngvi.predict(field, idata, **at, **options)
+    if observed:
+        with pytest.warns(UserWarning, match=message):
+            ngvi.to_arviz(field, fit.guide, *fit.args, num_samples=50, predictions=at, **fit.kwargs)
+        return
+    with pytest.raises(ValueError, match="here, as one joint draw"):
+        fit.predict(**at)
+    with pytest.raises(ValueError, match="here, as one joint draw"):
+        ngvi.predict(field, idata, **at)
+
+
+def test_vectors_of_new_units_are_drawn_without_a_warning() -> None:
+    def units(n: int, y: Tensor | None = None) -> None:
+        m = pyro.sample("m", dist.Normal(0.0, 1.0))
+        with pyro.plate("units", n):
+            u = pyro.sample("u", dist.MultivariateNormal(m * torch.ones(2), torch.eye(2)))
+            pyro.sample("y", dist.MultivariateNormal(u, torch.eye(2)), obs=y)
+
+    guide = AutoMultivariateNormal(units)
+    idata = ngvi.to_arviz(units, guide, 4, torch.randn(4, 2), num_samples=50, seed=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for n in (1, 4, 6):
+            found = ngvi.predict(units, idata, n, from_prior=["u"])
+            assert found["y"].shape == (50, n, 2)
+
+
+def test_the_next_steps_of_a_chain_follow_its_last() -> None:
+    def steps(T: int, y: Tensor | None = None) -> None:
+        q, x = pyro.sample("q", dist.LogNormal(-1.0, 0.3)), torch.zeros(())
+        for t in range(T):
+            x = pyro.sample(f"x_{t}", dist.Normal(x, q))
+            obs = y[t] if y is not None and t < len(y) else None
+            pyro.sample(f"y_{t}", dist.Normal(x, 0.3), obs=obs)
+
+    fit = ngvi.fit(steps, 5, torch.randn(5).cumsum(0), max_steps=2, seed=0, progress=False)
+    assert "block" in str(fit.advice)
+    idata = ngvi.to_arviz(steps, fit.guide, 5, torch.zeros(5), num_samples=50, seed=0)
+    sites: Any = ["q", "x_4", "x_5", "x_6", "y_6"]
+    how: Any = {"sites": sites, "num_samples": 4000, "seed": 0}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = fit.predict(7, from_prior=["x_5", "x_6"], **how)
+        ngvi.predict(steps, idata, 7, from_prior=["x_5", "x_6"])
+    assert torch.equal(found["x_4"], fit.sample(4000, seed=0)["x_4"])
+    for a, b, sd in (("x_4", "x_5", found["q"]), ("x_5", "x_6", found["q"]), ("x_6", "y_6", 0.3)):
+        z = (found[b] - found[a]) / sd  # N(0, 1), with its standard errors
+        assert abs(z.mean()) < 5 / 4000**0.5 and abs(z.var() - 1) < 5 * (2 / 4000) ** 0.5
+    message = "no draws of the latent sites 'x_5', 'x_6': they are drawn from the model"
+    with pytest.warns(UserWarning, match=message) as seen:
+        again = fit.predict(7, **how)
+    assert len(seen) == 1 and all(torch.equal(again[name], found[name]) for name in sites)
+    with pytest.warns(UserWarning, match=message):
+        ngvi.predict(steps, idata, 7)
+    with pytest.raises(ValueError, match=r"from_prior names 'x_9'; the latent sites here are 'q'"):
+        fit.predict(7, from_prior=["x_9"])
 
 
 def test_guides_of_other_models_are_refused(data: Any) -> None:
