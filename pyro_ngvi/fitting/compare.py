@@ -40,6 +40,10 @@ def compare(fits: Mapping[str, Result], *, var_name: str | None = None, **option
         >>> list(ngvi.compare(fits).index)
         ['sd 1.0', 'sd 5.0']
     """
+    if not isinstance(fits, Mapping):
+        raise TypeError(
+            f'compare takes a dict of fits, {{"a": fit_a, "b": fit_b}}; got {type(fits).__name__}.'
+        )
     if not fits:
         raise ValueError("compare got no fits. Pass a dict of them by name.")
     by_datum, held = {}, {}

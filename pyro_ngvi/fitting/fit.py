@@ -232,8 +232,8 @@ class Fit(Result):
         if self._saved is None:
             return
         if (self.batches is None) != (self._saved["batches"] is None):
-            how = "without data=: leave it out" if self.batches else "with data=: pass it"
-            raise ValueError(f"load: {self._path} is of a fit {how} here too.")
+            how = "out data=: leave it out" if self.batches else " data=: pass it, or all data,"
+            raise ValueError(f"load: {self._path} is of a fit with{how} here too.")
         args = self.args if self.batches is None else next(Batches(self.batches.source))
         parts = self.stop, self.batches
         restore(self._saved, self.svi, args, self.kwargs, *parts, f"load: {self._path}")

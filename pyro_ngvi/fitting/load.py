@@ -16,6 +16,21 @@ from .ladder import Rung
 from .stop import StopRule
 
 
+class _Elsewhere(Batches):
+    """Minibatches that are not at hand, of a fit that is read alone, at the arguments of ``source``."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._state
+
+    def __next__(self) -> Any:
+        raise ValueError(
+            "The fit was loaded without its minibatches: give load data=, to take steps."
+        )
+
+
 def load(
     path: str | os.PathLike[str],
     run: SVI | Callable[..., Any],
@@ -38,7 +53,8 @@ def load(
     Args:
         path: the file.
         run: the ``pyro.infer.SVI``, new or used; or for a fit the model.
-        args: arguments of the model, and ``kwargs``, which of a fit may come later.
+        args: arguments of the model, and ``kwargs``, which of a fit may come later; of a fit with
+            ``data`` they are enough to read it.
         stop: a stop rule for the SVI, which takes over what that of the run had seen.
         batches: minibatches of the loop, of the same data.
         guide: for a fit that was given a guide of its own, as then; so ``optim`` and ``loss``.
@@ -74,6 +90,8 @@ def load(
     )
     how = record.get("compile", False), record.get("distributed")
     found = Fit(made, args, kwargs, data, record["tol"], *how)
+    if data is None and args and saved["batches"] is not None:
+        found.batches = _Elsewhere([args])
     made.reasons = record["reasons"]
     found._seconds, found.why_stopped = list(record["seconds"]), record["why_stopped"]
     found.rungs = tuple(Rung(*rung) for rung in record["rungs"])

@@ -243,6 +243,14 @@ def means(y: Tensor, seen: Tensor | None = None) -> None:
         pyro.sample("y", dist.Normal(m, 1.0), obs=y)
 
 
+def test_a_list_of_fits_is_refused_with_the_form_of_a_dict() -> None:
+    fits: Any = [None, None]
+    with pytest.raises(
+        TypeError, match=r'compare takes a dict of fits, \{"a": fit_a, "b": fit_b\}; got list'
+    ):
+        ngvi.compare(fits)
+
+
 def test_fits_of_other_data_are_not_compared() -> None:
     y, how = torch.linspace(-2.0, 2.0, 30), {"seed": 0, "progress": False}
     fit = ngvi.fit(means, y, **how)
@@ -1053,10 +1061,32 @@ def test_a_loaded_fit_knows_what_it_knew(tmp_path: Path) -> None:
 def test_minibatches_must_come_as_then(tmp_path: Path) -> None:
     fit = ngvi.fit(partial(logistic, size=40), data=[(A, b)], seed=0, max_steps=2)
     fit.save(tmp_path / "run")
-    with pytest.raises(ValueError, match=r"run is of a fit with data=: pass it here too"):
-        ngvi.load(tmp_path / "run", partial(logistic, size=40), A, b)
+    with pytest.raises(ValueError, match=r"run is of a fit with data=: pass it, or all data, here"):
+        ngvi.load(tmp_path / "run", partial(logistic, size=40)).sample(2)
     with pytest.raises(ValueError, match="go with an SVI"):
         ngvi.load(tmp_path / "run", logistic, A, b, stop=fit.stop)
+
+
+def test_a_fit_in_minibatches_is_read_without_them(tmp_path: Path) -> None:
+    model = partial(logistic, size=40)
+    data = [(A[i : i + 10], b[i : i + 10]) for i in range(0, 40, 10)]
+    fit = ngvi.fit(model, A, b, data=data, seed=0, max_steps=5)
+    fit.save(tmp_path / "run")
+    loaded = ngvi.load(tmp_path / "run", model, A, b)
+    expected, found = fit.sample(5, seed=1), loaded.sample(5, seed=1)
+    assert all(torch.equal(found[name], x) for name, x in expected.items())
+    assert loaded.elbo == fit.elbo
+    with pytest.raises(ValueError, match="without its minibatches: give load data="):
+        loaded.resume(max_steps=1)
+    loaded.save(tmp_path / "again")
+    runs = [
+        ngvi.load(tmp_path / path, model, A, b, data=data).resume(max_steps=3).losses.tolist()
+        for path in ("run", "again")
+    ]
+    assert len(runs[0]) == 8 and runs[0] == runs[1]
+    part = ngvi.load(tmp_path / "run", model, *data[0])
+    assert part.predict(A[:3])["y"].shape == (1000, 3)
+    assert "takes 10 of 40 examples" in str(part)
 
 
 def test_flat_priors() -> None:
