@@ -75,7 +75,16 @@ def summary(data: Any, **kwargs: Any) -> Any:
             f"kind={kind!r} asks for diagnostics of Markov chains, which mean nothing for a "
             "guide's independent draws. Use kind='stats', or arviz.summary to see them regardless."
         )
-    return _arviz().summary(data, kind=kind, **kwargs)
+    az = _arviz()
+    table = az.summary(data, kind=kind, **kwargs)
+    if (
+        az.__version__.startswith("0.")
+        and not {"round_to", "fmt"} & kwargs.keys()
+        and "sd" in table
+    ):
+        if (small := table["sd"] == 0).any():  # to three decimals
+            table[small] = az.summary(data, kind=kind, round_to="none", **kwargs)[small]
+    return table
 
 
 def elpd_data(

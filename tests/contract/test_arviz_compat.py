@@ -166,6 +166,15 @@ def test_summary_has_moments_and_no_figure_of_a_chain(data: Any, conjugate: dict
     assert list(shim.summary(data, var_names=["mu"]).index) == ["mu"]
 
 
+@pytest.mark.skipif(not az.__version__.startswith("0."), reason="ArviZ 1 rounds in its own way")
+def test_summary_shows_what_is_small() -> None:
+    small, usual = 1e-6 * (3 + np.random.randn(1, DRAWS)), np.random.randn(1, DRAWS)
+    table = shim.summary(shim.from_groups({"posterior": {"small": small, "usual": usual}}))
+    assert float(table.loc["small", "sd"]) == pytest.approx(small.std(), rel=0.06)
+    alone = shim.summary(shim.from_groups({"posterior": {"usual": usual}}))
+    assert table.loc["usual"].astype(str).tolist() == alone.loc["usual"].astype(str).tolist()
+
+
 def test_summary_refuses_diagnostics_of_chains(data: Any) -> None:
     with pytest.raises(ValueError, match="diagnostics of Markov chains"):
         shim.summary(data, kind="all")
