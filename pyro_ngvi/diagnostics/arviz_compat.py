@@ -77,11 +77,8 @@ def summary(data: Any, **kwargs: Any) -> Any:
         )
     az = _arviz()
     table = az.summary(data, kind=kind, **kwargs)
-    if (
-        az.__version__.startswith("0.")
-        and not {"round_to", "fmt"} & kwargs.keys()
-        and "sd" in table
-    ):
+    old = az.__version__.startswith("0.")
+    if old and not {"round_to", "fmt"} & kwargs.keys() and "sd" in table:
         if (small := table["sd"] == 0).any():  # to three decimals
             table[small] = az.summary(data, kind=kind, round_to="none", **kwargs)[small]
     return table

@@ -87,8 +87,9 @@ def predict(
             with random_state(seed):
                 values, _ = guide_draws(bound, 1000 if num_samples is None else num_samples)
         except (TypeError, AttributeError, RuntimeError) as error:
+            reason = str(error).split(". ")[0]
             raise ValueError(
-                f"The guide cannot run on these arguments: {error}. If it reads the data, or "
+                f"The guide cannot run on these arguments: {reason}. If it reads the data, or "
                 f"its block has another size, pass draws in its place: predict(model, "
                 f"to_arviz(model, guide, X, y), X_new)."
             ) from error
