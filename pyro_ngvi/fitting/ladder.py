@@ -17,8 +17,8 @@ from torch import nn
 from ..guides import AutoCouplingFlow, AutoMixtureNormal
 from ..guides.found import SHARE, held
 from ..hierarchy import AutoHierarchical
-from ..linalg.host import own_random_state
 from ..runtime.density import LatentLayout
+from ..runtime.run import look
 from ..runtime.store import traced_params
 from .advice import Structure
 from .checkpoint import called
@@ -52,8 +52,9 @@ class Rung:
 
 def climb(structure: Structure, fit: Callable[..., Any], max_time: float | None) -> Any:
     """The best fit, as :func:`pyro_ngvi.fit` says of ``guide="auto"``; of two that no error tells
-    apart, the one whose draws may be taken as they are.  ``fit(guide, max_time, best)`` gives a fit;
-    ``best`` is that of the guides before, or with no guide the one to go on with.
+    apart, the one whose draws may be taken as they are, and where those of none may, an
+    ``AutoHierarchical`` whose corrected draws can be relied on.  ``fit(guide, max_time, best)`` gives a
+    fit; ``best`` is that of the guides before, or with no guide the one to go on with.
 
     A mixture follows where the search for a start has found several modes, where draws of the prior
     show that a guide after the first missed one or that the first did and the next one left its own,
@@ -108,6 +109,11 @@ def climb(structure: Structure, fit: Callable[..., Any], max_time: float | None)
         stuck = gain < error and (mixture or not more)
         if (good and not more) or stuck or rung.why_stopped in ("interrupted", "terminated"):
             break
+    if rungs and best.verdict.decision in ("unusable", "unclear"):
+        for found, _ in zip(fits, rungs, strict=False):  # the last may have no verdict
+            # so that corrected draws can be relied on
+            if getattr(found.verdict, "integrated", False) and not _loses_a_mode(found, of=best):
+                best = found
     left = total - (time.monotonic() - start)
     hurried = len(choices) > 1 and fits[0].why_stopped == "max_time"
     if hurried and fits.index(best) == 0 and left > 0.0:
@@ -163,6 +169,6 @@ def _has_params(structure: Structure) -> bool:
     model = structure.model
     if isinstance(model, nn.Module) and any(p.requires_grad for p in model.parameters()):
         return True
-    with own_random_state(), torch.no_grad(), poutine.trace(param_only=True) as seen:
-        model(*structure.args, **structure.kwargs)
+    with poutine.trace(param_only=True) as seen:
+        look(model, {}, structure.args, structure.kwargs)
     return bool(traced_params(seen))

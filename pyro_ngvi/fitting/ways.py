@@ -19,7 +19,7 @@ from ..hierarchy.collapsed import can_collapse
 from ..linalg.host import own_random_state
 from ..probing.flat import flat_sites
 from ..probing.jumps import PAIRS, jumping_sites
-from ..runtime.density import innermost, is_latent
+from ..runtime.density import Sites, innermost, is_latent, site_kind
 from ..runtime.model_density import ModelDensity
 from ..runtime.pyro_adapter import is_marked
 from ..runtime.run import look
@@ -58,6 +58,9 @@ def way_on(fit: Result) -> str:
             blind = "Neither chains nor weights see the neck of a funnel, where scales are small"
             lost = guide.lost if isinstance(guide, AutoMixtureNormal) else ""
             return lost or f'{blind}: if there is one, pass guide="AutoHierarchical".'
+        if any(rung.guide == "AutoHierarchical" for rung in fit.rungs):
+            how = 'to_arviz(corrected=True) of a fit with guide="AutoHierarchical"'
+            return f"Or take {how}, which has its own verdict."
         how = 'pass guide="AutoHierarchical"'
         more = ', or "auto", which goes on to others' * climbs
         there = "is" if units.is_block else "are"
@@ -166,6 +169,8 @@ def _way(model: Any, args: Any, kwargs: Any) -> str:
             suits = few and sites_take(poutine.condition(model, data=others), args, kwargs)
             if narrows:
                 return f"{name!r} is an effect with a scale of its own: {instead}." * suits
+            if _is_named(found, name):
+                return f"{name!r} has a scale of its own: {instead}." * suits
             return (
                 f"{name!r} has a scale of its own: name the effect, as u = "
                 f'pyro.deterministic("u", scale * {name}), and leave guide= out'
@@ -173,6 +178,14 @@ def _way(model: Any, args: Any, kwargs: Any) -> str:
                 + "."
             )
     return ""
+
+
+def _is_named(sites: Sites, name: str) -> bool:
+    """Whether a deterministic site is that one times a number."""
+    z = sites[name]["value"]
+    each = (s["value"] for s in sites.values() if site_kind(s) == "deterministic")
+    ratios = ((u / z).flatten() for u in each if u.shape == z.shape)
+    return any(torch.allclose(r, r[0], rtol=1e-3, atol=0.0) for r in ratios)
 
 
 def _log_likelihood(sites: Any) -> float:

@@ -27,7 +27,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_ngvi as ngvi
+from pyro_ngvi.fitting.ladder import climb
 from pyro_ngvi.fitting.progress import Progress
+from pyro_ngvi.fitting.result import Result
 from pyro_ngvi.fitting.ways import way_of_effect, way_on
 from pyro_ngvi.hierarchy.probe import probed
 from tests.contract import export_examples
@@ -765,6 +767,16 @@ def test_it_stays_where_the_first_guide_will_do() -> None:
     assert [rung.guide for rung in fit.rungs] == ["AutoFullRankNormal"]
 
 
+def test_it_takes_flat_priors() -> None:
+    def model(y: Tensor) -> None:
+        m = pyro.sample("m", dist.ImproperUniform(dist.constraints.real, (), ()))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(m, 1.0), obs=y)
+
+    fit = ngvi.fit(model, y, guide="auto", seed=0)
+    assert fit.verdict.ok and fit.guide.median()["m"] == pytest.approx(float(y.mean()), abs=0.05)
+
+
 def test_the_best_of_the_guides_is_kept(monkeypatch: pytest.MonkeyPatch, plain_start: None) -> None:
     def noncentred(y: Tensor) -> None:
         m = pyro.sample("m", dist.Normal(0.0, 5.0))
@@ -778,6 +790,38 @@ def test_the_best_of_the_guides_is_kept(monkeypatch: pytest.MonkeyPatch, plain_s
     fit = ngvi.fit(noncentred, torch.linspace(-3.0, 3.0, 8), **how)
     assert [rung.guide for rung in fit.rungs] == ["AutoFullRankNormal", "AutoHierarchical"]
     assert fit.elbo[0] == max(rung.elbo for rung in fit.rungs)
+
+
+@pytest.mark.parametrize("integrated", [True, False])
+def test_where_no_draws_are_usable_corrected_ones_are_preferred(
+    monkeypatch: pytest.MonkeyPatch, integrated: bool
+) -> None:
+    def fit(guide: Any, max_time: float | None, best: Any) -> Any:
+        units = guide is ngvi.AutoHierarchical
+        found: Any = Result(structure.model, (), {})
+        found.verdict = SimpleNamespace(
+            decision="unusable", ok=False, integrated=units and integrated
+        )
+        elbo = {"elbo": -2.0 if units else -1.0, "elbo_error": 0.01}
+        found.khat = SimpleNamespace(khat=0.9, modes=1, missed=None, **elbo)
+        found.guide, found._structure = guide, structure
+        return found
+
+    structure: Any = SimpleNamespace(
+        guide=lambda: (ngvi.AutoHierarchical, ""),
+        units=SimpleNamespace(pooled=True),
+        d=3,
+        model=lambda: None,
+        args=(),
+        kwargs={},
+    )
+    for name in ("verdict", "khat", "guide", "_structure"):  # to be set
+        monkeypatch.setattr(Result, name, None)
+    best = climb(structure, fit, None)
+    assert [rung.elbo for rung in best.rungs] == [-2.0, -1.0]
+    assert best.guide is (ngvi.AutoHierarchical if integrated else ngvi.AutoCouplingFlow)
+    told = 'Or take to_arviz(corrected=True) of a fit with guide="AutoHierarchical"'
+    assert integrated or way_on(best).startswith(told)
 
 
 def test_the_first_guide_lets_others_pass_and_goes_on_if_it_was_the_best(
@@ -815,11 +859,12 @@ def test_a_distrusted_guide_is_told_of_richer_ones_that_were_not_tried(plain_sta
         assert (how in repr(fit)) == told
 
 
-def level(y: Tensor) -> None:
+def level(y: Tensor, named: bool = False) -> None:
     q: Any = pyro.sample("q", dist.HalfNormal(y.new_ones(())))
     r: Any = pyro.sample("r", dist.HalfNormal(y.new_ones(())))
     z: Any = pyro.sample("z", dist.Normal(y.new_zeros(len(y)), 1.0).to_event(1))
-    pyro.sample("y", dist.Normal(q * z.cumsum(-1), r).to_event(1), obs=y)
+    u = pyro.deterministic("u", q * z, event_dim=1) if named else q * z
+    pyro.sample("y", dist.Normal(u.cumsum(-1), r).to_event(1), obs=y)
 
 
 def process(y: Tensor) -> None:
@@ -869,6 +914,14 @@ def test_a_narrow_guide_of_an_effect_is_told_of_what_is_wider(model: Any, told: 
         assert "auto" not in repr(fit).splitlines()[2] and len(way_on(fit)) <= 240
         assert "ngvi.integrate(model, *args)" in way_on(fit)
         assert ngvi.integrate(model, SERIES[:3], num_samples=100).points
+
+
+def test_who_has_named_an_effect_is_not_told_to() -> None:
+    told = (way_of_effect(level, (SERIES, named), {}) for named in (False, True))
+    assert [("name the effect" in x, "take ngvi.integrate(" in x) for x in told] == [
+        (True, True),
+        (False, True),
+    ]
 
 
 def test_a_good_verdict_on_a_centred_hierarchy_says_what_it_cannot_see() -> None:
