@@ -187,10 +187,11 @@ class Diagnosis:
             if self._weighs:
                 tail = self.khat.moves()
             elif math.isnan(k):
-                tail = "weights cannot be told from rounding: evaluate the model in float64"
+                tail = "weights cannot be told from rounding"
+                tail += ": evaluate the model in float64" * (not self.khat.rounded)
             where += f", but {self.khat.verdict.rstrip('.') if self.modes > 1 else tail}"
         how = f": {self.khat.resampling}" * (self.decision == "resample")
-        return f"{words[self.decision]}{how}: {where}."
+        return f"{words[self.decision]}{how}: {where}. {self.khat.rounded}".rstrip()
 
     def __str__(self) -> str:
         words = {

@@ -80,6 +80,7 @@ class KHat:
             ``modes_held`` how many of these its draws are in.
         mirrored: which mirror image of the draws is a mode of its own, in words; one of ``modes``.
         doubt: why good weights are not enough for this guide, in words, if they are not.
+        rounded: by how much rounding puts log p off, in words, if that is more than other errors.
     """
 
     khat: float
@@ -99,6 +100,7 @@ class KHat:
     modes_held: int = 1
     mirrored: str = ""
     doubt: str = ""
+    rounded: str = ""
 
     @cached_property
     def decision(self) -> str:
@@ -219,7 +221,7 @@ class KHat:
         """The decision and its reasons, in words."""
         if self.other_modes:
             return f"{self.other_modes} Of this mode: {self.of_modes_held.verdict}"
-        reasons = self._reasons()
+        reasons = f"{self._reasons()} {self.rounded}".rstrip()
         if self.replaced:
             names = ", ".join(map(repr, self.replaced))
             reasons = (
@@ -239,8 +241,8 @@ class KHat:
         figures = f"k-hat {self.khat:.2f} from {draws} draws, worth {self.ess:.0f} exact ones"
         if np.isnan(self.khat):
             return (
-                "Not usable: the importance weights cannot be told from rounding in this dtype; "
-                "evaluate the model in float64."
+                "Not usable: the importance weights cannot be told from rounding in this dtype"
+                + ("." if self.rounded else "; evaluate the model in float64.")
             )
         if self.ess == 0.0:
             return (

@@ -69,7 +69,8 @@ def loo(
         ValueError: as :func:`khat`, and where no or several sites have a likelihood by datum.
 
     Warns:
-        RuntimeWarning: where weights are of no use, and the verdict does not say "intervals".
+        RuntimeWarning: where weights are of no use, and the verdict does not say "intervals"; where
+            rounding puts log p off.
         UserWarning: where k-hat of a datum is too large, as ``arviz.loo``.
 
     Source: Magnusson, Andersen, Jonasson & Vehtari 2019, Bayesian leave-one-out cross-validation for
@@ -104,6 +105,8 @@ def loo(
             better = ", and guide.loo() does better" if hasattr(guide, "loo") else ""  # of sites
             words = f"loo cannot be relied on here{better}. {verdict.verdict}"
             warnings.warn(words[:240], RuntimeWarning, stacklevel=2)
+        elif weights.rounded:
+            warnings.warn(f"loo: {weights.rounded}", RuntimeWarning, stacklevel=2)
         found = _left_out(fitted, draws, name, rows, powers, weigh, batch_size)
         if found[3].any() and may_draw_more(fitted, draws):
             num_samples *= MORE

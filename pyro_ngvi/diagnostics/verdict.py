@@ -18,6 +18,7 @@ from ..runtime.model_density import map_draws
 from .draws import Draws, Fitted, random_state, sites_of_kind, warn_of_rounding
 from .khat import EVEN, FEWEST, HALF, KHat
 from .mirrors import mirrored
+from .rounding import rounded
 from .weights import (
     MIN_DRAWS,
     NOTICED,
@@ -74,9 +75,12 @@ def khat(
         found = judge(fitted, draws, batch_size)
     warn_of_rounding(fitted.sites, draws.values)
     if fixed := draws.point_masses:
+        same = f"All draws of {fixed} from the guide are the same point (AutoDelta?)."
+        if found.rounded:
+            raise ValueError(f"{same} {found.rounded}")
         raise ValueError(
-            f"All draws of {fixed} from the guide are the same point (AutoDelta?). Judge the rest "
-            "given it: pass pyro.poutine.condition(model, data=...) and the guide of the other sites."
+            f"{same} Judge the rest given it: pass pyro.poutine.condition(model, data=...) and the "
+            "guide of the other sites."
         )
     return found
 
@@ -98,6 +102,9 @@ def judge(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> KHat:
             found = replace(found, wanted=0 if even else len(draws.log_q))
         if found.ess == 0.0 and fitted.batches is None:
             found = replace(found, impossible=_impossible(fitted, draws))
+        if fitted.batches is None and not fitted.whole and found.ess > 0.0:
+            words, blind = rounded(fitted, draws, batch_size)
+            found = replace(found, rounded=words, khat=math.nan if blind else found.khat)
         log_ratio = draws.log_ratio
         blocks = [block for _, block in find_blocks(fitted.guide.func)]
         replaced = tuple(name for block in blocks for name in block.replaced_priors)

@@ -45,6 +45,8 @@ def way_on(fit: Result) -> str:
     whole = not (fit.is_spread or fit._is_stream)
     richest = isinstance(guide, AutoFlow | AutoOrthogonalFlow)
     climbs = not fit.rungs and not richest and fit._structure.d <= FLOW  # "auto" would try a flow
+    if fit.khat.rounded and not verdict.ok:
+        return ""  # that says what comes first
     if isinstance(guide, AutoHierarchical):
         integrated = isinstance(verdict, Diagnosis) and verdict.integrated
         if (

@@ -803,7 +803,7 @@ def test_where_no_draws_are_usable_corrected_ones_are_preferred(
             decision="unusable", ok=False, integrated=units and integrated
         )
         elbo = {"elbo": -2.0 if units else -1.0, "elbo_error": 0.01}
-        found.khat = SimpleNamespace(khat=0.9, modes=1, missed=None, **elbo)
+        found.khat = SimpleNamespace(khat=0.9, modes=1, missed=None, rounded="", **elbo)
         found.guide, found._structure = guide, structure
         return found
 
