@@ -85,9 +85,15 @@ def summary(data: Any, **kwargs: Any) -> Any:
 
 
 def elpd_data(
-    terms: np.ndarray, fitted: np.ndarray, shapes: np.ndarray, dims: Mapping[str, int], draws: int
+    terms: np.ndarray,
+    fitted: np.ndarray,
+    shapes: np.ndarray,
+    dims: Mapping[str, int],
+    draws: int,
+    by_guide: tuple[int, float] = (0, 0.0),
 ) -> Any:
-    """What ``arviz.loo`` returns of log p(y_i | y_-i) (N,), log p(y_i | y) and k-hats; its warning."""
+    """What ``arviz.loo`` returns of log p(y_i | y_-i) (N,), log p(y_i | y) and k-hats; its warning, by
+    how many k-hats are large by tails of a guide, and the k-hat of these with all data."""
     import xarray as xr
 
     def shaped(x: np.ndarray) -> Any:
@@ -103,12 +109,21 @@ def elpd_data(
     if bad:
         at = np.unravel_index(np.nanargmax(shapes), [*dims.values()])
         where = f"{', '.join(map(str, at))} ({np.nanmax(shapes):.2f})"
-        warnings.warn(
-            f"Estimated shape parameter of Pareto distribution is greater than {frame.good_k:.2f} for "
-            f"{bad} of {terms.size} data, most for {where}: the posterior depends on them. Look at "
-            f"them, refit without them, or give the model heavier tails.",
-            stacklevel=3,
-        )
+        large = "Estimated shape parameter of Pareto distribution is greater than"
+        of, (others, tail) = f"{bad} of {terms.size} data", by_guide
+        of += f" ({others} by the guide)" * (0 < others < bad)
+        if others >= bad:
+            warnings.warn(
+                f"{large} {frame.good_k:.2f} for {of}, most for {where}: by tails of the guide (k-hat "
+                f"{tail:.2f} with all data), not by these. A richer guide, or NUTS, tells more.",
+                stacklevel=3,
+            )
+        else:
+            warnings.warn(
+                f"{large} {frame.good_k:.2f} for {of}, most for {where}: the posterior depends on "
+                f"them. Look at them, refit without them, or give the model heavier tails.",
+                stacklevel=3,
+            )
     old, n = _arviz().__version__.startswith("0."), terms.size
     whole = {
         "elpd_loo" if old else "elpd": float(terms.sum()),

@@ -71,7 +71,8 @@ def loo(
     Warns:
         RuntimeWarning: where weights are of no use, and the verdict does not say "intervals"; where
             rounding puts log p off.
-        UserWarning: where k-hat of a datum is too large, as ``arviz.loo``.
+        UserWarning: where k-hat of a datum is too large, as ``arviz.loo``; it is by the guide, not by
+            the datum, where that of 1 / p(y_i | z_s) alone is below that of p / q.
 
     Source: Magnusson, Andersen, Jonasson & Vehtari 2019, Bayesian leave-one-out cross-validation for
     large data, ICML, section 2.2.
@@ -114,7 +115,8 @@ def loo(
             found = _left_out(fitted, draws, name, rows, powers, weigh, batch_size)
     if found.shape[1] > len(rows):  # with those of other processes
         shape = {f"{name}_seen": found.shape[1]}
-    return elpd_data(found[0], found[1], found[2], shape, num_samples)
+    by_guide = int(found[4].sum()), draws.weights.khat
+    return elpd_data(found[0], found[1], found[2], shape, num_samples, by_guide)
 
 
 def _left_out(
@@ -126,7 +128,7 @@ def _left_out(
     weigh: bool,
     batch_size: int | None,
 ) -> np.ndarray:
-    """:func:`_one` of all data, (4, N)."""
+    """:func:`_one` of all data, (5, N)."""
     size = len(draws.log_q)
 
     def terms(some: Tensor) -> Tensor:
@@ -139,30 +141,33 @@ def _left_out(
         return map_draws(fitted.joint, chosen, draws.values, size, batch_size)
 
     log_ratio = draws.log_ratio if weigh else np.zeros(size)
+    tail = draws.weights.khat if weigh else -math.inf
     smooth = draws.weights.psis_log_weights if weigh else log_ratio - np.log(size)
     parts = zip(*(x.split(max(1, HELD // size)) for x in (rows, powers)), strict=True)
     found = [
-        _one(x, c, log_ratio, smooth)
+        _one(x, c, log_ratio, smooth, tail)
         for part, of_part in parts
         for x, c in zip(terms(part).cpu().numpy().T, of_part.tolist(), strict=True)
     ]
-    left_out = np.array(found).reshape(-1, 4).T
+    left_out = np.array(found).reshape(-1, 5).T
     if fitted.whole:
         left_out = np.hstack(fitted.whole.of_all(left_out, fitted.in_sum[name]))
     return left_out
 
 
 def _one(
-    log_l: np.ndarray, power: float, log_ratio: np.ndarray, log_weights: np.ndarray
-) -> tuple[float, float, float, bool]:
-    """log p(y_i | y_-i), log p(y_i | y), k-hat of the weights of the former, whether it is too large:
-    from log p(y_i | z_s), (S,), its power in the posterior, log p(y, z_s) / q(z_s) up to a
-    constant, and the same smoothed, (S,)."""
+    log_l: np.ndarray, power: float, log_ratio: np.ndarray, log_weights: np.ndarray, tail: float
+) -> tuple[float, float, float, bool, bool]:
+    """log p(y_i | y_-i), log p(y_i | y), k-hat of the weights of the former, whether it is too large,
+    and then more by p / q than by the datum: from log p(y_i | z_s), (S,), its power in the posterior,
+    log p(y, z_s) / q(z_s) up to a constant, the same smoothed, (S,), and k-hat of that."""
     log_l = log_l.astype(np.float64)
     left_out, k, found = without(log_l, log_ratio, power)
     if math.isnan(left_out):
-        return left_out, left_out, k, False
-    return left_out, log_sum_exp(log_l + log_weights), k, k > found.threshold
+        return left_out, left_out, k, False, False
+    large = k > found.threshold
+    by_guide = large and khat_from_log_weights(-power * log_l).khat < tail
+    return left_out, log_sum_exp(log_l + log_weights), k, large, by_guide
 
 
 def without(

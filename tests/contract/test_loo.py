@@ -156,7 +156,7 @@ def test_a_tail_of_nearly_equal_weights_is_good_in_arvizs_table() -> None:
     log_l = -1e-3 * np.random.default_rng(0).pareto(1.1, 1000)
     weights = khat_from_log_weights(-log_l)
     assert weights.khat > weights.threshold and weights.reliable
-    *_, k, too_large = _one(log_l, 1.0, np.zeros(1000), np.full(1000, -np.log(1000.0)))
+    *_, k, too_large, _ = _one(log_l, 1.0, np.zeros(1000), np.full(1000, -np.log(1000.0)), 0.0)
     terms = np.full(4, -1.0)
     found = elpd_data(terms, terms, np.full(4, k), {"datum": 4}, 1000)
     assert not too_large and not found.warning
@@ -190,6 +190,32 @@ def test_masked_data_are_no_data(how: str) -> None:
     found, alone = loo(masked, guide, data, seed=0), loo(masked, guide, data[:9], seed=0)
     np.testing.assert_allclose(numbers(found), numbers(alone), rtol=1e-12)
     assert pointwise(found).dims == ("y_seen",) and found.n_data_points == 9
+
+
+def test_tails_of_the_guide_are_not_put_down_to_data() -> None:
+    """Of a normal mean 1 / p(y_i) has no heavy tail, and weights of a narrow guide have."""
+
+    def model(y: Tensor) -> None:
+        m = pyro.sample("m", dist.Normal(0.0, 10.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(m, 1.0), obs=y)
+
+    def narrow(y: Tensor) -> None:
+        pyro.sample("m", dist.Normal(y.sum() / 3.01, 0.7 / 3.01**0.5))
+
+    told = (
+        r"for 1 of 3 data, most for 0 \(0.76\): by tails of the guide \(k-hat 0.45 with all data\)"
+    )
+    with pytest.warns(UserWarning, match=told):
+        loo(model, narrow, torch.linspace(-0.5, 0.5, 3).double(), seed=0)
+    tail, flat = 0.9 * np.random.default_rng(0).exponential(size=1000), np.zeros(1000)
+    for by_guide in (True, False):
+        log_l, log_ratio = (flat, tail) if by_guide else (-tail, flat)
+        k = khat_from_log_weights(log_ratio).khat
+        assert _one(log_l, 1.0, log_ratio, flat, k)[3:] == (True, by_guide)
+    shapes = np.array([0.9, 0.8, 0.1])
+    with pytest.warns(UserWarning, match=r"for 2 of 3 data \(1 by the guide\), most for 0"):
+        elpd_data(np.full(3, -1.0), np.full(3, -1.0), shapes, {"a": 3}, 1000, (1, 0.5))
 
 
 def test_an_unusable_guide_is_told_of() -> None:
