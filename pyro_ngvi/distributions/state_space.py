@@ -229,9 +229,13 @@ def _factor(
     if (covariance is None) == (scale_tril is None):
         raise ValueError(f"Give one of {name}_covariance and {name}_scale_tril.")
     if covariance is not None:
-        if validates(validate_args):
-            return torch.linalg.cholesky(covariance)
-        return torch.linalg.cholesky_ex(covariance)[0]
+        factor, info = torch.linalg.cholesky_ex(covariance)
+        if validates(validate_args) and bool(info.any()):
+            raise ValueError(
+                f"{name}_covariance is not positive definite; it is singular where a part of the state "
+                f"has no noise of its own. Add 1e-6 of the others, say, to its diagonal."
+            )
+        return factor
     root: Any = scale_tril
     diagonal = root.diagonal(dim1=-2, dim2=-1)
     if validates(validate_args) and not bool((root.tril() == root).all() & (diagonal > 0.0).all()):

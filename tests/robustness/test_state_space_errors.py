@@ -36,7 +36,10 @@ WRONG = {
     ),
     "neither": ({"noise_covariance": None}, "one of noise_covariance and noise_scale_tril"),
     "both": ({"initial_scale_tril": torch.eye(2)}, "initial_covariance and initial_scale_tril"),
-    "singular": ({"initial_covariance": torch.ones(2, 2)}, "not positive-definite"),
+    "singular": (
+        {"initial_covariance": torch.ones(2, 2)},
+        "initial_covariance is not positive definite; it is singular where a part of the state",
+    ),
     "not lower": (
         {"noise_covariance": None, "noise_scale_tril": torch.ones(3, 2, 2)},
         r"noise_scale_tril is not lower triangular with a positive diagonal",
