@@ -72,7 +72,7 @@ def loo(
         RuntimeWarning: where weights are of no use, and the verdict does not say "intervals"; where
             rounding puts log p off.
         UserWarning: where k-hat of a datum is too large, as ``arviz.loo``; it is by the guide, not by
-            the datum, where that of 1 / p(y_i | z_s) alone is below that of p / q.
+            the datum, where that of 1 / p(y_i | z_s) alone is not, and below that of p / q.
 
     Source: Magnusson, Andersen, Jonasson & Vehtari 2019, Bayesian leave-one-out cross-validation for
     large data, ICML, section 2.2.
@@ -166,7 +166,8 @@ def _one(
     if math.isnan(left_out):
         return left_out, left_out, k, False, False
     large = k > found.threshold
-    by_guide = large and khat_from_log_weights(-power * log_l).khat < tail
+    own = khat_from_log_weights(-power * log_l)
+    by_guide = large and own.khat <= own.threshold and own.khat < tail
     return left_out, log_sum_exp(log_l + log_weights), k, large, by_guide
 
 

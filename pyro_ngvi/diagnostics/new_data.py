@@ -57,10 +57,8 @@ class NewData:
         self.observed = sites_of_kind(self.sites, "observed")
         latent = sites_of_kind(self.sites, "latent")
         if unknown := sorted(asked - self.shapes.keys() - set(map(_dotted, latent))):
-            few = ", ".join(map(repr, latent[:5]))
-            raise ValueError(
-                f"from_prior names {unknown[0]!r}; the latent sites here are {few} ..."
-            )
+            few = ", ".join(map(repr, latent[:5])) + ", ..." * (len(latent) > 5)
+            raise ValueError(f"from_prior names {unknown[0]!r}; the latent sites here are {few}.")
         self.values = {name: dotted[_dotted(name)] for name in latent if _dotted(name) in dotted}
         others = dotted.keys() - {_dotted(name) for name in self.values}
         if may_lack and self.values:

@@ -83,6 +83,9 @@ def predict(
     """
     if callable(guide):
         bound = partial(guide, *args, **kwargs)
+        if isinstance(guide, AutoHierarchical) and guide.prototype_trace and guide.units.is_block:
+            call: Any = guide.prototype_trace.nodes["_INPUT"]  # it knows itself there alone
+            bound = partial(guide, *call["args"], **call["kwargs"])
         try:
             with random_state(seed):
                 values, _ = guide_draws(bound, 1000 if num_samples is None else num_samples)

@@ -23,6 +23,12 @@ from .weights import MIN_DRAWS
 SHARE, MOST = 0.1, 50_000_000
 
 
+#: functions that jump, and those whose results may be written into
+STEPS = {"lt", "le", "gt", "ge", "eq", "ne", "isclose", "bucketize", "searchsorted"}
+STEPS |= {"floor", "ceil", "round", "trunc", "long", "int", "floordiv", "floor_divide", "remainder"}
+VIEWS = {"__getitem__", "view", "diagonal", "narrow", "select", "squeeze", "unsqueeze"}
+
+
 class InDouble(TorchFunctionMode):
     """Evaluates in float64 whatever the dtype of tensors, but for writes into them."""
 
@@ -31,10 +37,16 @@ class InDouble(TorchFunctionMode):
     ) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         writes = name.startswith(("__i", "__set")) or (name[-1:] == "_" and name[-2:] != "__")
-        if writes or "out" in kwargs:
+        if writes or name in VIEWS or "out" in kwargs:
             return func(*args, **kwargs)
+        if name.strip("_") in STEPS:  # a number is rounded to what it is compared with
+            return func(*tree_map(_single, args), **tree_map(_single, kwargs))
         doubles, named = tree_map(_double, args), tree_map(_double, kwargs)
         return tree_map(_double, func(*doubles, **named))
+
+
+def _single(x: Any) -> Any:
+    return x.float() if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
 def _double(x: Any) -> Any:
@@ -65,8 +77,9 @@ def rounded(fitted: Fitted, draws: Draws, batch_size: int | None) -> tuple[str, 
         return "", False
     if not same:
         return "", False
-    level, spread = _middle(off.numpy(force=True))
-    _, sd = _middle(draws.log_ratio)
+    (level, spread), (_, sd) = _middle(off.numpy(force=True)), _middle(draws.log_ratio)
+    if not np.isfinite([level, spread, sd]).all():
+        return "", False
     error = sd / math.sqrt(len(draws.log_q))
     if not (abs(level) > COARSE + 2.0 * error or spread > max(COARSE, SHARE * sd)):
         return "", False
@@ -79,5 +92,6 @@ def rounded(fitted: Fitted, draws: Draws, batch_size: int | None) -> tuple[str, 
 
 def _middle(x: np.ndarray) -> tuple[float, float]:
     """Median and half of what lies around it, an sd of a Gaussian: draws far out do not count."""
-    low, middle, high = np.nanquantile(x, [0.16, 0.5, 0.84])
+    with np.errstate(all="ignore"):
+        low, middle, high = np.quantile(x, [0.16, 0.5, 0.84])
     return float(middle), float(high - low) / 2.0

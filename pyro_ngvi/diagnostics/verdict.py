@@ -75,12 +75,10 @@ def khat(
         found = judge(fitted, draws, batch_size)
     warn_of_rounding(fitted.sites, draws.values)
     if fixed := draws.point_masses:
-        same = f"All draws of {fixed} from the guide are the same point (AutoDelta?)."
-        if found.rounded:
-            raise ValueError(f"{same} {found.rounded}")
+        why = "AutoDelta, or rounding: take float64" if found.rounded else "AutoDelta"
         raise ValueError(
-            f"{same} Judge the rest given it: pass pyro.poutine.condition(model, data=...) and the "
-            "guide of the other sites."
+            f"All draws of {fixed} from the guide are the same point ({why}?). Judge the rest "
+            "given it: pass pyro.poutine.condition(model, data=...) and the guide of the other sites."
         )
     return found
 

@@ -18,6 +18,7 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
+from ..linalg.host import host_bool
 from ..linalg.products import matvec
 
 
@@ -230,12 +231,13 @@ def _factor(
         raise ValueError(f"Give one of {name}_covariance and {name}_scale_tril.")
     if covariance is not None:
         factor, info = torch.linalg.cholesky_ex(covariance)
-        if validates(validate_args) and bool(info.any()):
+        definite = host_bool((info == 0).all())
+        if definite is False and validates(validate_args):
             raise ValueError(
                 f"{name}_covariance is not positive definite; it is singular where a part of the state "
                 f"has no noise of its own. Add 1e-6 of the others, say, to its diagonal."
             )
-        return factor
+        return factor if definite else torch.where(info[..., None, None] == 0, factor, torch.nan)
     root: Any = scale_tril
     diagonal = root.diagonal(dim1=-2, dim2=-1)
     if validates(validate_args) and not bool((root.tril() == root).all() & (diagonal > 0.0).all()):

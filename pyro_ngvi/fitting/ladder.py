@@ -109,7 +109,7 @@ def climb(structure: Structure, fit: Callable[..., Any], max_time: float | None)
         stuck = gain < error and (mixture or not more)
         if (good and not more) or stuck or rung.why_stopped in ("interrupted", "terminated"):
             break
-    if rungs and best.verdict.decision in ("unusable", "unclear"):
+    if rungs and not any(rung.decision in ("intervals", "resample") for rung in rungs):
         for found, _ in zip(fits, rungs, strict=False):  # the last may have no verdict
             # so that corrected draws can be relied on
             if getattr(found.verdict, "integrated", False) and not _loses_a_mode(found, of=best):

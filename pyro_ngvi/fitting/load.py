@@ -90,7 +90,7 @@ def load(
     )
     how = record.get("compile", False), record.get("distributed")
     found = Fit(made, args, kwargs, data, record["tol"], *how)
-    if data is None and args and saved["batches"] is not None:
+    if data is None and (args or kwargs) and saved["batches"] is not None:
         found.batches = _Elsewhere([args])
     made.reasons = record["reasons"]
     found._seconds, found.why_stopped = list(record["seconds"]), record["why_stopped"]

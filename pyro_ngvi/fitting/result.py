@@ -273,12 +273,7 @@ class Result:
 
     def predict(self, *args: Any, **options: Any) -> dict[str, Tensor]:
         """:func:`pyro_ngvi.predict` at new arguments."""
-        guide = self.guide
-        if isinstance(guide, AutoHierarchical) and guide.units.is_block:
-            # which knows itself at the arguments of the fit alone
-            how = options.pop("num_samples", None), options.get("seed")
-            guide = self.sample(1000 if how[0] is None else how[0], how[1])
-        return diagnostics.predict(self.model, guide, *args, **options)
+        return diagnostics.predict(self.model, self.guide, *args, **options)
 
     # --- to look at
 

@@ -183,11 +183,13 @@ def _way(model: Any, args: Any, kwargs: Any) -> str:
 
 
 def _is_named(sites: Sites, name: str) -> bool:
-    """Whether a deterministic site is that one times a number."""
+    """Whether a deterministic site is that one times a number, plus a number."""
     z = sites[name]["value"]
+    if z.numel() < 3:
+        return False
     each = (s["value"] for s in sites.values() if site_kind(s) == "deterministic")
-    ratios = ((u / z).flatten() for u in each if u.shape == z.shape)
-    return any(torch.allclose(r, r[0], rtol=1e-3, atol=0.0) for r in ratios)
+    moves = (u.flatten().diff() / z.flatten().diff() for u in each if u.shape == z.shape)
+    return any(torch.allclose(r, r[0], rtol=1e-3, atol=0.0) for r in moves)
 
 
 def _log_likelihood(sites: Any) -> float:

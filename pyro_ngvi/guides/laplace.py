@@ -10,7 +10,7 @@ of Dauphin et al. 2014 leave saddles).  A few gradients correct W (BFGS) before 
 Hessian makes its N(theta, |H|^-1), Laplace's approximation where theta is the mode; on a hierarchical
 posterior, whose mode may be degenerate, an early one has the largest ELBO.  A path ends where it comes
 into the typical set of a Gaussian of another.  When enough paths agree many more points go down at once
-(:mod:`.scouts`), and those that come to rest far from all ends begin paths.  Where all Hessians of the
+(:mod:`.scouts`), and those that come to rest far from all ends begin paths.  Where Hessians on the
 first path are positive and f lies above its tangents at many points, it is taken for convex: one path.
 
 **Away from it**, where log p - log N varies over the draws of the best N(m, P^-1) of a path: with q the
@@ -53,8 +53,8 @@ LogDensity = Callable[[Tensor], Tensor]  # theta (S, d) to (S,)
 MANY, LARGEST = 64, 500
 #: points where all lead to one ELBO; else at least, until so many led to the best ELBO, and at most
 STARTS, AGAIN, NEAR, MORE_STARTS = 4, 6, 3, 32
-#: points whose tangents are looked at, others whose ends are, and sds beside sqrt(d) from other ends
-TANGENTS, SCOUTS, FAR = 16, 32, 3.0
+#: points whose tangents, and others whose ends are looked at, and sds beside sqrt(d) from other ends
+SCOUTS, FAR = 32, 3.0
 #: evaluations after which no other path begins
 BUDGET = 8_000
 #: Gaussians in a row without a larger ELBO that end a path
@@ -230,7 +230,7 @@ class Search:
         for point in islice(points, MORE_STARTS if self.d <= MANY else 1):
             end = self.visit(point)
             reached.append(-torch.inf if end is None else end.elbo)
-            convex = len(reached) == 1 and self.is_convex(islice(same, TANGENTS))
+            convex = len(reached) == 1 and self.is_convex(islice(same, SCOUTS))
             near = sum(elbo > max(reached) - SAME for elbo in reached)
             enough = near == len(reached) == STARTS or (len(reached) >= AGAIN and near >= NEAR)
             if convex or enough or self.evaluations > BUDGET or is_late():

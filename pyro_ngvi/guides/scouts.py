@@ -17,11 +17,13 @@ from ..linalg.hessian import bfgs, values_and_gradients
 #: steps at most, lengths of them that are tried, nats of promised decrease that end a point's, and the
 #: share of points behind the last of which nobody waits
 STEPS, LENGTHS, DECREASE, ENOUGH = 30, (1.0, 0.3, 0.1, 0.01), 0.05, 0.75
+#: roundings of a sum that a tangent may be off by
+ROUNDING = 16.0
 
 
 def looks_convex(f: Callable[[Tensor], Tensor], theta: Tensor, W: Tensor) -> bool:
     """Whether f lies above its tangents at points (S, d), and where a step with an inverse Hessian W
-    (d, d) leads from there, at all of these, and most of it is finite; nats of rounding aside."""
+    (d, d) leads from there, at all of these, most of it is finite, and roundings are small."""
     x, values, gradients = theta[:0], theta[:0, 0], theta[:0]
     for _ in range(2):
         value, g = values_and_gradients(f, theta)
@@ -30,8 +32,9 @@ def looks_convex(f: Callable[[Tensor], Tensor], theta: Tensor, W: Tensor) -> boo
         along = torch.einsum("id,ijd->ij", gradients, x - x.unsqueeze(1))
         above = values - values.unsqueeze(1) - along
         size = values.abs() + values.abs().unsqueeze(1) + along.abs()
-        below = above < -DECREASE - torch.finfo(x.dtype).eps ** 0.5 * size
-        if bool(below.any() | (above.isfinite().double().mean() < 0.5)):
+        rounding = ROUNDING * torch.finfo(x.dtype).eps * size
+        unknown = (above.isfinite().double().mean() < 0.5) | (rounding.amin() > 1.0)
+        if bool((above < -DECREASE - rounding).any() | unknown):
             return False
     return True
 

@@ -24,8 +24,8 @@ from .units import Units
 
 #: most latent variables of one unit, and of a block, whose matrices are dense
 MOST_ENTRIES, MOST_OF_BLOCK = 64, 512
-#: most latent variables of a block that data see at once, times numbers of data: a step takes so many
-#: derivatives of each
+#: most of these that data see at once, where more than a unit has, times numbers of data: a step takes
+#: as many derivatives of each
 MOST_SEEN = MOST_OF_BLOCK**2
 
 
@@ -185,7 +185,7 @@ def _block(call: Call, sites: Sites, latent: Sites, wanted: Sequence[str] | None
     coloring = Coloring(pattern[0] | pattern[1])
     observed = (s["value"] for s in sites.values() if site_kind(s) == "observed")
     data = sum(torch.as_tensor(value).numel() for value in observed)
-    if coloring.count * data > MOST_SEEN:
+    if coloring.count > MOST_ENTRIES and coloring.count * data > MOST_SEEN:
         raise ValueError(
             f"AutoHierarchical: {data:,} data see {coloring.count} latent variables of a block at "
             f"once, too many for as many derivatives. Name what they see in the shape of the "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributions as td
@@ -98,7 +98,7 @@ class Held(Messenger):
             return
         site, own = self.parts[msg["name"]]
         fn, maps = gaussian_of(msg)
-        value = torch.zeros_like(offset_and_root(fn)[0])
+        value = torch.zeros_like(mean_of(fn))
         if self.z is not None:
             z = self.z[..., own].to(value)
             value = site.value(z.expand_as(site.rows(value)))
@@ -187,15 +187,18 @@ def is_gaussian(site: Site) -> bool:
     return isinstance(fn, Gaussian) and each and fixed
 
 
-def offset_and_root(fn: Gaussian) -> tuple[Tensor, Tensor | None]:
-    """Mean, in the distribution's shape, and the Cholesky factor of an event's covariance; ``None``
-    where it is diagonal."""
-    if isinstance(fn, td.Normal):
-        return fn.loc.expand(fn.batch_shape), None
+def mean_of(fn: Any) -> Tensor:
+    """In the distribution's shape."""
+    if isinstance(fn, GaussianStateSpace):
+        zero = torch.zeros(fn.event_shape, dtype=fn.initial_loc.dtype, device=fn.initial_loc.device)
+        return fn.from_noise(zero).expand(fn.shape())
+    return fn.loc.expand(fn.shape())
+
+
+def root_of(fn: Any) -> Tensor:
+    """The Cholesky factor of an event's covariance."""
     if not isinstance(fn, GaussianStateSpace):
-        loc, root = cast(Any, fn).loc, cast(Any, fn).scale_tril
-        root = root.expand(*fn.batch_shape, *root.shape[-2:])
-        return loc.expand(*fn.batch_shape, *fn.event_shape), root
+        return fn.scale_tril.expand(*fn.batch_shape, *fn.scale_tril.shape[-2:])
     # x_t = A_t x_(t-1) + c_t + L_t e_t, all steps in one matrix
     (A, _, L), size = fn.steps(), fn.event_shape.numel()
     one = torch.eye(len(A), dtype=A.dtype, device=A.device)
@@ -206,8 +209,7 @@ def offset_and_root(fn: Gaussian) -> tuple[Tensor, Tensor | None]:
     )
     start = torch.eye(size, dtype=A.dtype, device=A.device) - moved
     root = torch.linalg.solve_triangular(start, root, upper=False, unitriangular=True)
-    loc = fn.from_noise(torch.zeros_like(root[0]).reshape(fn.event_shape))
-    return loc.expand(fn.shape()), root.expand(*fn.batch_shape, size, size)
+    return root.expand(*fn.batch_shape, size, size)
 
 
 # --- what one call of a model says of its units, at draws of the globals

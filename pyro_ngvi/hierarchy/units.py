@@ -39,7 +39,8 @@ from .runs import (
     Seen,
     Values,
     gaussian_of,
-    offset_and_root,
+    mean_of,
+    root_of,
 )
 
 #: names of latent sites that a sentence has
@@ -263,8 +264,7 @@ class Units:
     def offset(self, sites: Sites) -> Tensor:
         """Prior means (B, k) in a run."""
         fns = [gaussian_of(sites[name])[0] for name in self.names]
-        means = zip(self.sites, map(offset_and_root, fns), strict=True)
-        return torch.cat([site.rows(mean) for site, (mean, _) in means], -1)
+        return torch.cat([s.rows(mean_of(fn)) for s, fn in zip(self.sites, fns, strict=True)], -1)
 
     def conditional_root(self, sites: Sites) -> Tensor:
         """Cholesky factors of covariances (B, k, k), given means, in a run."""
@@ -274,7 +274,7 @@ class Units:
             if isinstance(fn, td.Normal):
                 blocks.append(site.rows(fn.scale.expand(fn.batch_shape)).diag_embed())
                 continue
-            root: Any = offset_and_root(fn)[1]
+            root = root_of(fn)
             # behind a matrix, not an event
             axis = None if site.axis is None else site.axis + fn.event_dim - 2
             root = root.unsqueeze(0) if axis is None else root.movedim(axis, 0)

@@ -323,6 +323,8 @@ def _halved(algebra: Algebra, targets: Any, change: Pairs) -> ProperStep:
         share = torch.where(fits, 0.5**j, share)
         log_normalizer = torch.where(fits, q.log_normalizer, log_normalizer)
         if host_bool(share > 0.0):
+            if j == 0:
+                return ProperStep(change, share, log_normalizer, after, q)
             break
     evidence = choose(share == 1.0, after, before.plus(step, share))
-    return ProperStep(change, share, log_normalizer, evidence, None if j else q)
+    return ProperStep(change, share, log_normalizer, evidence)
