@@ -71,7 +71,7 @@ def predict(
         TypeError: when ``guide`` is neither a guide nor kept draws.
 
     Example:
-        >>> import pyro.distributions as dist
+        >>> import pyro, pyro.distributions as dist
         >>> def model(X, y=None):
         ...     w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
         ...     with pyro.plate("data", len(X)):

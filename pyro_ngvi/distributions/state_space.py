@@ -231,13 +231,13 @@ def _factor(
         raise ValueError(f"Give one of {name}_covariance and {name}_scale_tril.")
     if covariance is not None:
         factor, info = torch.linalg.cholesky_ex(covariance)
-        definite = host_bool((info == 0).all())
-        if definite is False and validates(validate_args):
+        if host_bool((info == 0).all()) is False and validates(validate_args):
             raise ValueError(
                 f"{name}_covariance is not positive definite; it is singular where a part of the state "
                 f"has no noise of its own. Add 1e-6 of the others, say, to its diagonal."
             )
-        return factor if definite else torch.where(info[..., None, None] == 0, factor, torch.nan)
+        # in any case: a model that hosts and devices run is to take one course of operations
+        return torch.where(info[..., None, None] == 0, factor, torch.nan)
     root: Any = scale_tril
     diagonal = root.diagonal(dim1=-2, dim2=-1)
     if validates(validate_args) and not bool((root.tril() == root).all() & (diagonal > 0.0).all()):
