@@ -109,21 +109,22 @@ def elpd_data(
     if bad:
         at = np.unravel_index(np.nanargmax(shapes), [*dims.values()])
         where = f"{', '.join(map(str, at))} ({np.nanmax(shapes):.2f})"
-        large = "Estimated shape parameter of Pareto distribution is greater than"
-        of, (others, tail) = f"{bad} of {terms.size} data", by_guide
-        of += f" ({others} by the guide)" * (0 < others < bad)
+        others, tail = by_guide
+        why = (
+            "the posterior depends on them. Look at them, refit without them, or give the model "
+            "heavier tails."
+        )
         if others >= bad:
-            warnings.warn(
-                f"{large} {frame.good_k:.2f} for {of}, most for {where}: by tails of the guide (k-hat "
-                f"{tail:.2f} with all data), not by these. A richer guide, or NUTS, tells more.",
-                stacklevel=3,
+            why = (
+                f"by tails of the guide (k-hat {tail:.2f} with all data), not by these. A richer "
+                f"guide, or NUTS, tells more."
             )
-        else:
-            warnings.warn(
-                f"{large} {frame.good_k:.2f} for {of}, most for {where}: the posterior depends on "
-                f"them. Look at them, refit without them, or give the model heavier tails.",
-                stacklevel=3,
-            )
+        warnings.warn(
+            f"Estimated shape parameter of Pareto distribution is greater than {frame.good_k:.2f} for "
+            f"{bad} of {terms.size} data{f' ({others} by the guide)' * (0 < others < bad)}, most for "
+            f"{where}: {why}",
+            stacklevel=3,
+        )
     old, n = _arviz().__version__.startswith("0."), terms.size
     whole = {
         "elpd_loo" if old else "elpd": float(terms.sum()),

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 from ..linalg.host import own_random_state
 from ..runtime.density import Site, Sites, innermost, site_kind, site_log_prob
 from ..runtime.model_density import map_draws, without_plates
+from ..runtime.pyro_adapter import first_arguments
 from ..runtime.run import Minibatches, look, run_plainly
 from .draws import compact, refuse_minibatches, sites_of_kind
 
@@ -88,20 +89,20 @@ class NewData:
         how = self.num_samples, batch_size, small
         return simulate(program, self.observed, names, self.values, *how)
 
+    def _random(self, names: Collection[str]) -> Sites:
+        """Those sites that are not deterministic."""
+        return {n: self.sites[n] for n in names if site_kind(self.sites[n]) != "deterministic"}
+
     @property
     def _plates(self) -> dict[str, int]:
         """Plates of new data, and how many rows they have."""
-        drawn = [self.sites[n] for n in self.new if site_kind(self.sites[n]) != "deterministic"]
+        drawn = self._random(self.new).values()
         return {frame.name: frame.size for site in drawn for frame in site["cond_indep_stack"]}
 
     def joint(self, guide: Any) -> list[str]:
         """Warnings about joint draws, as of a process, of another size than in the fit of ``guide``, or
         of what was kept of it: they are conditional on no datum there."""
-        drawn = [
-            (n, self.sites[n]["fn"])
-            for n in self.new
-            if site_kind(self.sites[n]) != "deterministic"
-        ]
+        drawn = [(name, site["fn"]) for name, site in self._random(self.new).items()]
         drawn = [(name, fn) for name, fn in drawn if innermost(fn).event_dim > 0]
         shapes = self.shapes | (_shapes_in_fit(self.model, guide) if drawn else {})
         return [
@@ -128,7 +129,7 @@ class NewData:
 
     def _followed(self, names: Collection[str]) -> list[str]:
         """Those sites, not data then, on which the density of another one depends."""
-        random = [n for n in self.there if site_kind(self.sites[n]) != "deterministic"]
+        random = list(self._random(self.there))
         at = {name: x[0] for name, x in self.values.items()}
         values = {name: self.sites[name]["value"] for name in names if name != random[-1]}
         free = {n: x.detach().requires_grad_() for n, x in values.items() if x.is_floating_point()}
@@ -243,17 +244,14 @@ class _AtFirstDraw(Messenger):
         if value is None or msg["is_observed"]:
             return
         name, shape = msg["name"], tuple(msg["fn"].shape())
-        if value.shape != shape and _is_resized(msg["fn"], value.shape):
+        if value.shape != shape:
+            what = f"here. For units new to the guide: predict(..., from_prior=[{name!r}])"
+            if _is_resized(msg["fn"], value.shape):
+                what = "here, as one joint draw, which from_prior= takes without regard to the data"
             raise ValueError(
                 f"The latent site {name!r} has shape {tuple(value.shape)} in the posterior and {shape} "
-                f"here, as one joint draw. For a function at new inputs: predict by its AutoSites "
-                f"guide, or fit with them, their data masked. from_prior= ignores the data."
-            )
-        if value.shape != shape:
-            raise ValueError(
-                f"The latent site {name!r} has shape {tuple(value.shape)} in the posterior and "
-                f"{shape} here. For units new to the guide: predict(..., from_prior=[{name!r}]). For a "
-                f"function at new inputs: predict by its AutoSites guide, or fit with them, masked."
+                f"{what}. For a function at new inputs: predict by its AutoSites guide, or fit with "
+                f"them, masked."
             )
         msg["value"], msg["done"] = value, True
 
@@ -262,8 +260,7 @@ def _shapes_in_fit(model: Callable[..., Any], guide: Any) -> dict[str, Sequence[
     """Shapes of sites at the data of the fit, as far as a guide or kept draws know them."""
     with suppress(Exception):  # whatever a model has against arguments of then
         if isinstance(guide, AutoGuide):
-            call: Any = guide.prototype_trace.nodes["_INPUT"]  # pyright: ignore
-            sites = look(model, {}, call["args"], call["kwargs"]).items()
+            sites = look(model, {}, *first_arguments(guide)).items()
             return {_dotted(name): site["fn"].shape() for name, site in sites}
         return {str(n): x.shape for n, x in guide["observed_data"].data_vars.items()}
     return {}

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..hierarchy import AutoHierarchical
 from ..runtime.density import Sites
+from ..runtime.pyro_adapter import first_arguments
 from ..sites.site_guide import find_sites
 from .draws import guide_draws, random_state
 from .new_data import NewData, fixed_parameters
@@ -84,8 +85,8 @@ def predict(
     if callable(guide):
         bound = partial(guide, *args, **kwargs)
         if isinstance(guide, AutoHierarchical) and guide.prototype_trace and guide.units.is_block:
-            call: Any = guide.prototype_trace.nodes["_INPUT"]  # it knows itself there alone
-            bound = partial(guide, *call["args"], **call["kwargs"])
+            known, named = first_arguments(guide)  # it knows itself there alone
+            bound = partial(guide, *known, **named)
         try:
             with random_state(seed):
                 values, _ = guide_draws(bound, 1000 if num_samples is None else num_samples)

@@ -11,6 +11,7 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor, nn
 from torch.distributions import constraints
 
+from ..linalg.cholesky import cholesky_or_nan
 from ..linalg.host import host_bool
 from ..runtime.pyro_adapter import with_draws_held
 
@@ -181,14 +182,11 @@ def with_jitter(matrix: Tensor, jitter: float) -> Tensor:
 
 def factor(matrix: Tensor, jitter: float) -> Tensor:
     """The lower Cholesky factor; where there is none an error, or NaN where the host cannot look."""
-    root, info = torch.linalg.cholesky_ex(matrix)
-    definite = host_bool(info == 0)
-    if definite is False:
+    root, exists = cholesky_or_nan(matrix)
+    if host_bool(exists.all()) is False:
         raise ValueError(
             f"GaussianProcess: a kernel matrix of {matrix.shape[-1]} inputs is not positive "
             f"definite in {str(matrix.dtype).removeprefix('torch.')} with jitter={jitter:g}. Raise "
             f"jitter (RBF in float32: 1e-4 of its variance), use float64, or look for a NaN."
         )
-    if definite is None:
-        root = torch.where(info == 0, root, torch.nan)
     return root

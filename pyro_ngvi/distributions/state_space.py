@@ -18,6 +18,7 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
+from ..linalg.cholesky import cholesky_or_nan
 from ..linalg.host import host_bool
 from ..linalg.products import matvec
 
@@ -230,14 +231,13 @@ def _factor(
     if (covariance is None) == (scale_tril is None):
         raise ValueError(f"Give one of {name}_covariance and {name}_scale_tril.")
     if covariance is not None:
-        factor, info = torch.linalg.cholesky_ex(covariance)
-        if host_bool((info == 0).all()) is False and validates(validate_args):
+        factor, exists = cholesky_or_nan(covariance)
+        if host_bool(exists.all()) is False and validates(validate_args):
             raise ValueError(
                 f"{name}_covariance is not positive definite; it is singular where a part of the state "
                 f"has no noise of its own. Add 1e-6 of the others, say, to its diagonal."
             )
-        # in any case: a model that hosts and devices run is to take one course of operations
-        return torch.where(info[..., None, None] == 0, factor, torch.nan)
+        return factor
     root: Any = scale_tril
     diagonal = root.diagonal(dim1=-2, dim2=-1)
     if validates(validate_args) and not bool((root.tril() == root).all() & (diagonal > 0.0).all()):

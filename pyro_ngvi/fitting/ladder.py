@@ -110,10 +110,10 @@ def climb(structure: Structure, fit: Callable[..., Any], max_time: float | None)
         if (good and not more) or stuck or rung.why_stopped in ("interrupted", "terminated"):
             break
     if rungs and not any(rung.decision in ("intervals", "resample") for rung in rungs):
-        for found, _ in zip(fits, rungs, strict=False):  # the last may have no verdict
-            # so that corrected draws can be relied on
-            if getattr(found.verdict, "integrated", False) and not _loses_a_mode(found, of=best):
-                best = found
+        judged = fits[: len(rungs)]  # the last may have no verdict
+        # where corrected draws can be relied on
+        exact = (fit for fit in judged if getattr(fit.verdict, "integrated", False))
+        best = next((fit for fit in exact if not _loses_a_mode(fit, of=best)), best)
     left = total - (time.monotonic() - start)
     hurried = len(choices) > 1 and fits[0].why_stopped == "max_time"
     if hurried and fits.index(best) == 0 and left > 0.0:

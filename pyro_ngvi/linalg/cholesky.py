@@ -12,6 +12,13 @@ HALVINGS = 20
 SMALLEST = 0.25
 
 
+def cholesky_or_nan(K: Tensor) -> tuple[Tensor, Tensor]:
+    """Lower Cholesky factors (..., d, d), NaN where there is none, and where there is one (...)."""
+    root, info = torch.linalg.cholesky_ex(K)
+    exists = info == 0
+    return torch.where(exists[..., None, None], root, torch.nan), exists
+
+
 def inverse_cholesky(K: Tensor) -> Tensor:
     """Lower triangular T (d, d) with T T' = K^-1, for K positive definite."""
     identity = torch.eye(K.shape[-1], dtype=K.dtype, device=K.device)

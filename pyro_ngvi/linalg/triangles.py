@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from .cholesky import cholesky_or_nan
+
 #: up to here a loop over entries is many times faster than LAPACK, which takes a matrix at a time
 SMALL = 4
 
@@ -15,8 +17,7 @@ def cholesky(A: Tensor) -> Tensor:
     """Lower triangular R (..., k, k) with R R' = A; NaN where A is not positive definite."""
     k = A.shape[-1]
     if k > SMALL:
-        root, info = torch.linalg.cholesky_ex(A)
-        return torch.where((info == 0)[..., None, None], root, torch.nan)
+        return cholesky_or_nan(A)[0]
     rows: list[list[Tensor]] = []
     for i in range(k):
         row: list[Tensor] = []

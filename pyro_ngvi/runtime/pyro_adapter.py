@@ -107,6 +107,12 @@ def _inside(model: Any, handler: type[Messenger]) -> Any:
     return rest[0] if isinstance(outer, handler) else None
 
 
+def first_arguments(guide: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Those of the call that set a guide up, positional and by keyword."""
+    node = guide.prototype_trace.nodes["_INPUT"]
+    return node["args"], node["kwargs"]
+
+
 def model_as_given(guide: AutoContinuous) -> Callable[..., Any]:
     """The model of a guide without the handlers that start its sites and hide enumerated ones."""
     model: Any = guide.model

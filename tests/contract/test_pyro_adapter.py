@@ -18,6 +18,7 @@ from pyro.ops.special import safe_log
 from pyro_ngvi import AutoMeanFieldNormal
 from pyro_ngvi.runtime.pyro_adapter import (
     constraint_of,
+    first_arguments,
     has_model,
     kept_whole,
     masks_of,
@@ -97,6 +98,19 @@ def test_pyro_keeps_the_model_of_a_guide_in_model() -> None:
     assert not has_model(guide), (
         "Copying a guide of Pyro no longer takes its model away: kept_whole() in "
         "pyro_ngvi/runtime/pyro_adapter.py can go."
+    )
+
+
+def test_pyro_keeps_the_arguments_of_the_first_call_of_a_guide_in_input() -> None:
+    def with_arguments(y: Any, size: int = 1) -> None:
+        model()
+
+    guide = AutoMultivariateNormal(with_arguments)
+    for size in (2, 3):
+        guide(0.5, size=size)
+    assert first_arguments(guide) == ((0.5,), {"size": 2}), (
+        "Traces no longer keep arguments at `_INPUT`: change first_arguments() in "
+        "pyro_ngvi/runtime/pyro_adapter.py."
     )
 
 
