@@ -30,7 +30,7 @@ from ..runtime.model_density import ModelDensity
 from .chains import ADAPTING, run_chains
 from .correction import moved_by_weights
 from .draws import guide_draws, random_state
-from .khat import BOUNDS, COARSE_MEAN, COARSE_SD, HALF, KHat, right_to
+from .khat import BOUNDS, COARSE_MEAN, COARSE_SD, HALF, ROUGH, KHat, right_to
 from .moved import Moved, by_site, moved
 from .over_batches import need_all_data
 from .verdict import khat
@@ -138,6 +138,12 @@ class Diagnosis:
         each = self._moved.values()
         doubted = self.khat.ess > 0.0 and not all(m.is_good for m in each)
         return doubted and not any(m.is_off for m in each)
+
+    @property
+    def is_rough(self) -> bool:
+        """Whether errors of a third of the bounds and more are seen, which a richer guide may lack."""
+        seen = any(m.exceeds(*ROUGH) for m in self._moved.values())
+        return seen or (self._weighs and self.khat.is_rough)
 
     @property
     def ok(self) -> bool:

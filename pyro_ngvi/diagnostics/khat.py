@@ -25,6 +25,7 @@ COARSE = 0.05  # nats of rounding above which equal and unequal weights look ali
 NEGLIGIBLE = 0.01  # nats of KL that no reader of a posterior would notice
 COARSE_MEAN = 0.3  # sds
 COARSE_SD = float(np.log(1.3))
+ROUGH = COARSE_MEAN / 3, COARSE_SD / 3  # beyond which a richer guide is worth a try
 SMALL_KL = 0.5 * COARSE_MEAN**2  # nats: KL of two Gaussians whose means are that far apart
 HALF = 0.5  # a k-hat below which the weights have a variance; a share of the draws
 EVEN = 0.9  # share of the draws from which weights are all but equal, of which k-hat says little
@@ -158,6 +159,11 @@ class KHat:
             return self.kl <= SMALL_KL
         mean, log_sd = self.errors
         return mean <= COARSE_MEAN and log_sd <= COARSE_SD
+
+    @property
+    def is_rough(self) -> bool:
+        """Whether weights that can be relied on see errors of a third of the bounds and more."""
+        return self.reliable and any(s.exceeds(*ROUGH) for s in self.shifts.values())
 
     @property
     def errors(self) -> tuple[float, float]:

@@ -136,6 +136,11 @@ class Shift:
             abs(self.log_sd) + more * self.log_sd_error,
         )
 
+    def exceeds(self, mean: float, log_sd: float) -> bool:
+        """Whether a change is beyond that, less a standard error."""
+        sizes = zip(self.errors(-1.0), (mean, log_sd), strict=True)
+        return any(bool((size > bound).any()) for size, bound in sizes)
+
 
 @dataclass(frozen=True)
 class Slope:

@@ -280,7 +280,7 @@ def fit(
             the best of several: the one that would be chosen, a mixture where the search for a start
             has seen several modes, :class:`~pyro_ngvi.AutoHierarchical` where there are units, and
             :class:`~pyro_ngvi.AutoCouplingFlow` up to 100 latent variables, until draws of one may be
-            taken as they are (and no other mode was seen), or it gains no more than its standard error.
+            taken as they are (no error of a third of the bounds, no other mode), or it gains no more.
             The first takes a minute at most, and goes on in the end if it was the best.
         optim: as for :func:`pyro_ngvi.advise`; so ``loss`` and ``num_particles``.
         data: minibatches: a ``DataLoader``, or another iterable that can be gone through again, of

@@ -104,10 +104,14 @@ def climb(structure: Structure, fit: Callable[..., Any], max_time: float | None)
         gain = math.inf if best is None else rung.elbo - best.khat.elbo
         error = 0.0 if best is None else math.hypot(rung.error, best.khat.elbo_error)
         good = rung.decision == "intervals"
-        better = gain > 0.0 or (good and gain > -error) or _loses_a_mode(best, of=found)
+        better = gain > 0.0 or (good and gain > -error)
+        # where the draws of one guide may be taken, those of the next are asked for less error alone
+        better &= good or best is None or not best.verdict.ok
+        better |= _loses_a_mode(best, of=found)
         best = found if better and not _loses_a_mode(found, of=best) else best
         stuck = gain < error and (mixture or not more)
-        if (good and not more) or stuck or rung.why_stopped in ("interrupted", "terminated"):
+        done = good and not found.verdict.is_rough
+        if (done and not more) or stuck or rung.why_stopped in ("interrupted", "terminated"):
             break
     if rungs and not any(rung.decision in ("intervals", "resample") for rung in rungs):
         judged = fits[: len(rungs)]  # the last may have no verdict

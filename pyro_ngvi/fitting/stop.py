@@ -76,8 +76,9 @@ class StopRule:
     Attributes:
         reason: why to stop, or ``None``: "converged"; "settled"; "stalled" (three quarters of the steps
             have not halved a gap above ``tol``; or, where optimizer or noise hide that, the losses of a
-            quarter fell by at most a tenth of their own sd, by two standard errors); "max_steps";
-            "max_time"; "diverged" (20 more steps were skipped, or had no finite loss, than since).
+            quarter fell by at most a tenth of their own sd, by two standard errors; or the loss rose,
+            by common noise, and the guide holds what was best again); "max_steps"; "max_time";
+            "diverged" (20 more steps were skipped, or had no finite loss, than since).
         gap: nats still to gain at the last look (:class:`~pyro_ngvi.fitting.Gap`), before a step of it;
             ``None``: no look.
         losses: what it has seen, and ``steps``, how many.
@@ -192,14 +193,12 @@ class StopRule:
         if meter is None or gap is None:
             flat = is_flat(self.steps, fall, error)
             enough = self.steps >= SETTLED or flat
-            if (
-                enough
-                and error > 0.5 * self.tol
-                and self.batches is None
-                and self._alone is self.svi
-            ):
-                paired = self._paired(self.svi, self._loss, args, kwargs, self.steps)
-                fall, error = paired or (fall, error)
+            whole = self.batches is None and self._alone is self.svi
+            if enough and error > 0.5 * self.tol and whole:
+                if paired := self._paired(self.svi, self._loss, args, kwargs, self.steps):
+                    fall, error = paired
+                    if self._paired.go_back(self.svi, fall, error):
+                        return "stalled"
             if enough and fall + error <= self.tol and error <= 0.5 * self.tol:
                 return "settled"
             return "stalled" if flat else None
@@ -333,6 +332,7 @@ class StopRule:
             "looks": [(steps, astuple(gap)) for steps, gap in self.looks],
             "lost": self._lost,
             "paired": self._paired.looks,
+            "best": self._paired.best,
             "next": self._next,
             "seconds": time.monotonic() - self._started,
             "batches": None if self.batches is None else self.batches.state_dict(),
@@ -344,7 +344,7 @@ class StopRule:
         self.looks = [(steps, Gap(*gap)) for steps, gap in state["looks"]]
         self.gap = self.looks[-1][1] if self.looks else None
         self._lost, self._next = state["lost"], state["next"]
-        self._paired.looks = list(state.get("paired", []))
+        self._paired.looks, self._paired.best = list(state.get("paired", [])), state.get("best")
         self._started = time.monotonic() - state["seconds"]
         if self.batches is not None and state["batches"] is not None:
             self.batches.load_state_dict(state["batches"])

@@ -20,8 +20,8 @@ from ..guides.base import AutoFamily
 from ..guides.marginals import levels_like, of_monotone
 from ..guides.start import MadeAtFirstCall
 from ..linalg.host import outside_autocast, own_random_state
-from ..runtime.pyro_adapter import has_model
-from ..runtime.run import Minibatches, run_particles
+from ..runtime.pyro_adapter import has_model, model_under
+from ..runtime.run import FlatPriors, Minibatches, run_particles
 from .conditional import Conditionals, antithetic, mixture_quantiles
 from .find import check_index, find_units
 from .marginal import at_globals, integrated, told_apart
@@ -141,7 +141,8 @@ class AutoHierarchical(MadeAtFirstCall):
                 "its globals be the list: globals= takes a function of a model that makes it."
             )
         with self._loading_waiting_state():
-            super()._setup_prototype(*args, **kwargs)
+            with model_under(self, FlatPriors()):
+                super()._setup_prototype(*args, **kwargs)
             units = find_units(model, args, kwargs, self._wanted)
             nodes = self.prototype_trace.nodes
             like = nodes[units.names[0]]["value"].detach()

@@ -15,11 +15,14 @@ from itertools import accumulate, islice, product
 from typing import Any
 
 import torch
+from pyro.distributions import ImproperUniform
+from pyro.infer.autoguide.initialization import InitMessenger, init_to_sample
 from torch import Tensor
+from torch.distributions import biject_to
 
 from ..linalg.host import fixed_normal, own_random_state
 from ..probing.kinks import jump
-from ..runtime.density import Sites, site_kind
+from ..runtime.density import Site, Sites, innermost, site_kind
 from ..sites.probe_points import TOLERANCE, digit_masks, same
 from .runs import Call, Given, LocalSite, Values, gaussian_of
 from .units import Units
@@ -55,7 +58,7 @@ class Probe:
 
     def __init__(self, call: Call, units: Units, sites: Sites) -> None:
         self.call, self.units, self.sites = call, units, sites
-        with own_random_state(1):
+        with own_random_state(1), InitMessenger(_elsewhere):
             other = call.at({})
         self.globals = tuple({n: s[n]["value"] for n in units.globals} for s in (sites, other))
         here, there = self.globals
@@ -277,6 +280,14 @@ class Probe:
             return bool(changed(self.given(at), e).any())
 
         return [name for name in here if moves(name)]
+
+
+def _elsewhere(site: Site) -> Any:
+    """A draw, and where a flat prior has none another point than where a site is at first."""
+    if not isinstance(innermost(site["fn"]), ImproperUniform):
+        return init_to_sample(site)
+    transform = biject_to(site["fn"].support)
+    return transform(torch.randn(transform.inverse_shape(site["fn"].shape())))
 
 
 def _gaussians(units: Units, sites: Sites) -> Tensor:

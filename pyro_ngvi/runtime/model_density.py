@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
+import pyro
 import torch
 from pyro import poutine
 from pyro.infer.autoguide.initialization import InitMessenger
@@ -188,7 +189,8 @@ class ModelDensity:
         init_loc_fn: Callable[[Site], Tensor] = feasible_value,
         chunk_size: int | None = None,
     ) -> None:
-        with poutine.block(), torch.no_grad():
+        # a first look; in the middle of all supports a model may be NaN
+        with poutine.block(), torch.no_grad(), pyro.validation_enabled(False):
             whole = poutine.trace(model)
             prototype = poutine.trace(InitMessenger(init_loc_fn)(HidesMarked()(whole)))
             trace: Any = prototype.get_trace(*args, **(kwargs or {}))

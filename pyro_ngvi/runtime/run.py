@@ -291,7 +291,7 @@ def run_in_loop(
     return tree_map(lambda *x: torch.stack(x), *map(one, range(num_particles)))
 
 
-class _FlatPriors(Messenger):
+class FlatPriors(Messenger):
     """Puts a point of the support in the place of a draw that there is not."""
 
     def _pyro_sample(self, msg: Site) -> None:
@@ -323,7 +323,7 @@ def look(
     """As :func:`run_plainly`, without a graph and with the random state put back at the end; flat
     priors, which have no draws, are at a point of their support."""
     drawn = Minibatches() if minibatches is None else minibatches
-    with torch.no_grad(), own_random_state(), _FlatPriors():
+    with torch.no_grad(), own_random_state(), FlatPriors():
         return run_plainly(program, values, args, kwargs or {}, drawn)
 
 

@@ -767,6 +767,36 @@ def test_it_stays_where_the_first_guide_will_do() -> None:
     assert [rung.guide for rung in fit.rungs] == ["AutoFullRankNormal"]
 
 
+def test_it_goes_on_where_errors_are_seen_within_the_bounds() -> None:
+    """Normal data: s^2 (n - 1) / S is 1 / chi^2, whose upper end no log-normal has."""
+
+    def model(y: Tensor) -> None:
+        s = pyro.sample("s", dist.HalfCauchy(2.0))
+        m = pyro.sample("m", dist.Normal(0.0, 5.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(m, s), obs=y)
+
+    y = torch.linspace(-1.5, 1.5, 12, dtype=X.dtype)
+    first = ngvi.fit(model, y, seed=0)
+    assert first.verdict.ok and first.verdict.is_rough
+    how = 'For less error pass guide="auto", which goes on to richer guides.'
+    assert repr(first).endswith(how)
+    fit = ngvi.fit(model, y, guide="auto", seed=0)
+    assert [rung.decision for rung in fit.rungs] == ["intervals", "intervals"]
+    assert not fit.verdict.is_rough and how not in repr(fit)
+    sd, s = torch.linspace(0.2, 6.0, 4000, dtype=X.dtype), fit.sample(4000, seed=1)["s"]
+    ms = torch.linspace(-6.0, 6.0, 601, dtype=X.dtype)
+    log_p = dist.HalfCauchy(2.0).log_prob(sd) + dist.Normal(0.0, 5.0).log_prob(ms)[:, None]
+    squares = (y - ms[:, None]).square().sum(1, keepdim=True)
+    p = (log_p - len(y) * sd.log() - 0.5 * squares / sd.square()).exp().sum(0)
+    end = sd[int((p.cumsum(0) < 0.95 * p.sum()).sum())]
+    true_sd = ((p @ sd.square() / p.sum()) - (p @ sd / p.sum()) ** 2).sqrt()
+    errors = [
+        abs(float(x.quantile(0.95) - end)) / float(true_sd) for x in (s, first.sample(4000)["s"])
+    ]
+    assert errors[0] < 0.15 < 0.25 < errors[1]  # .034 is a standard error of 4,000 draws
+
+
 def test_it_takes_flat_priors() -> None:
     def model(y: Tensor) -> None:
         m = pyro.sample("m", dist.ImproperUniform(dist.constraints.real, (), ()))

@@ -158,6 +158,29 @@ def test_a_gaussian_block_is_exact_given_the_globals(model: Callable[[], None]) 
             assert torch.allclose(left, wanted, rtol=0.0, atol=1e-8)
 
 
+def flat() -> None:
+    """A prior that draws nothing, of a level beside the walk, and of its scale."""
+    real, positive = dist.constraints.real, dist.constraints.positive
+    level: Any = pyro.sample("level", dist.ImproperUniform(real, torch.Size(), torch.Size()))
+    s: Any = pyro.sample("s", dist.ImproperUniform(positive, torch.Size(), torch.Size()))
+    pyro.factor("prior", dist.HalfNormal(ZERO + 1.0).log_prob(s))
+    with pyro.plate("steps", T):
+        z: Any = pyro.sample("z", dist.Normal(ZERO, 1.0))
+    observe(level + pyro.deterministic("walk", s * z.cumsum(-1)))
+
+
+def test_globals_may_have_flat_priors() -> None:
+    guide = fitted_form(flat)
+    assert guide.units.names == ("z",) and guide.units.pooled
+    with torch.no_grad():
+        values, left = left_of_elbo(flat, guide)
+    s, level = values["s"], values["level"]
+    K = s.square() * LOWER @ LOWER.mT + NOISE**2 * torch.eye(T).double()
+    wanted = dist.MultivariateNormal(level.expand(T), K).log_prob(Y)
+    wanted = wanted + dist.HalfNormal(ZERO + 1.0).log_prob(s)
+    assert torch.allclose(left, wanted, rtol=0.0, atol=1e-8)
+
+
 def test_a_long_series_whose_data_see_all_of_it_is_a_block() -> None:
     n, g = 90, torch.Generator().manual_seed(0)
     y = 0.5 * torch.randn(n, generator=g).double().cumsum(0)

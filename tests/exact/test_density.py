@@ -186,6 +186,23 @@ def test_improper_flat_prior() -> None:
     torch.testing.assert_close(ModelDensity(model)(theta), expected, rtol=1e-12, atol=1e-12)
 
 
+def test_a_model_may_be_nan_in_the_middle_of_its_supports() -> None:
+    """(x^l - 1) / l at l = 0, which validation of its own refuses."""
+    y = torch.tensor([0.5, 2.0])
+
+    def model() -> None:
+        power = pyro.sample("power", dist.Normal(1.0, 1.0))
+        z = torch.expm1(power * y.log()) / power
+        pyro.factor("y", dist.Normal(0.0, 1.0).log_prob(z).sum())
+
+    with pyro.validation_enabled():
+        density = ModelDensity(model)
+    at = torch.tensor([[2.0]])
+    z = (y.square() - 1.0) / 2.0
+    expected = dist.Normal(0.0, 1.0).log_prob(z).sum() + dist.Normal(1.0, 1.0).log_prob(at[0, 0])
+    torch.testing.assert_close(density(at)[0], expected)
+
+
 def test_average_over_all_minibatches_is_the_density_of_all_data() -> None:
     X, y = data()
 
