@@ -1,0 +1,1 @@
+"""``fit`` with defaults on all posteriors of posteriordb that have reference draws."""
