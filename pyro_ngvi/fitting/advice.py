@@ -89,7 +89,7 @@ class Structure:
             beside = sum(self.sizes.get(name, 0) for name in units.globals)
             wanted = units.pooled or inside + beside > FULL_RANK
             if wanted and beside <= min(inside, FULL_RANK):
-                return AutoHierarchical, f"for {str(units)[:100]}"
+                return AutoHierarchical, f"for {units}"
         return self.normal()
 
     def normal(self) -> tuple[Any, str]:

@@ -66,7 +66,7 @@ def way_on(fit: Result) -> str:
         how = 'pass guide="AutoHierarchical"'
         more = ', or "auto", which goes on to others' * climbs
         there = "is" if units.is_block else "are"
-        return f"There {there} {str(units)[:100]}: {how}{more}."
+        return f"There {there} {units}: {how}{more}."
     if isinstance(guide, AutoMixtureNormal):
         return guide.lost
     if (

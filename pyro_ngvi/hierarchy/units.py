@@ -104,11 +104,15 @@ class Units:
 
     def __str__(self) -> str:
         what = f"{self.width} latent variable{'' if self.width == 1 else 's'}"
-        names = ", ".join(self.names[:MOST_NAMES]) + ", ..." * (len(self.names) > MOST_NAMES)
+
+        def few(names: Sequence[str]) -> str:
+            return ", ".join(names[:MOST_NAMES]) + ", ..." * (len(names) > MOST_NAMES)
+
+        names = few(self.names)
         where = f"{self.size:,} units of {what} ({names}) in the plate {self.plate!r}"
         if self.plate is None:
             where = f"a block of {what} ({names})"
-        return f"{where}, given {', '.join(self.globals)}"
+        return f"{where}, given {few(self.globals)}"
 
     @property
     def parts(self) -> Parts:
