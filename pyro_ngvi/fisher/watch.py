@@ -1,4 +1,5 @@
-"""Watching the calls of a guide: their arguments, which drawing it again needs, and steady draws."""
+"""Watching the calls of a guide: their arguments, which drawing it again needs, and steady draws; and
+modules of its model, which follow Pyro's store from the first call on."""
 
 from __future__ import annotations
 
@@ -9,9 +10,12 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from pyro.infer.autoguide import AutoGuide
 from torch import nn
 
 from ..distributions.steady import SteadyDraws
+from ..runtime.pyro_adapter import has_model, model_under
+from ..runtime.store import ModuleParams
 
 
 def remember_arguments(guide: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,13 +51,19 @@ class Watch:
     def __init__(self) -> None:
         self.last_call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.steadies = False
-        self._open: list[SteadyDraws] = []
+        self._open: list[Any] = []
 
     def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.last_call = (args, kwargs)
+        for part in module.modules():
+            if isinstance(part, AutoGuide) and part.prototype_trace is None and has_model(part):
+                self._enter(model_under(part, ModuleParams()))
         if self.steadies and torch.is_grad_enabled():
-            self._open.append(SteadyDraws())
-            self._open[-1].__enter__()
+            self._enter(SteadyDraws())
+
+    def _enter(self, context: Any) -> None:
+        context.__enter__()
+        self._open.append(context)
 
     def after(self, *_: Any) -> None:
         while self._open:

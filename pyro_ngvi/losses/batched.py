@@ -32,7 +32,7 @@ from ..runtime import checks, density, run
 from ..runtime.density import LatentLayout, Sites, site_log_prob, sum_log_prob
 from ..runtime.pyro_adapter import draws_one_vector
 from ..runtime.run import CannotBatch, Conditioned, Minibatches
-from ..runtime.store import whole_gradients
+from ..runtime.store import ModuleParams, whole_gradients
 from ..runtime.summed_out import summed_out
 
 Program = Callable[..., Any]
@@ -296,7 +296,8 @@ class BatchedELBO(ELBO):
             )
         minibatches = self._minibatches = Minibatches()
         with own_random_state(), poutine.block(), torch.no_grad():
-            of_guide, of_model = run.run_both(model, guide, args, kwargs, minibatches)
+            first = ModuleParams()(model)
+            of_guide, of_model = run.run_both(first, guide, args, kwargs, minibatches)
             guide_sites, drawn, sites = of_guide.sites, of_model.values, of_model.sites
             if hasattr(guide, "draw_units"):  # the order of draws is to be that of later calls
                 for name in (n for n, site in sites.items() if density.is_minibatch(site)):

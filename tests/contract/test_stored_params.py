@@ -13,7 +13,7 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.infer import SVI, Trace_ELBO
-from pyro.infer.autoguide import AutoGuideList
+from pyro.infer.autoguide import AutoGuideList, AutoMultivariateNormal
 from pyro.nn import PyroModule, PyroParam
 from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor, nn
@@ -83,13 +83,29 @@ def batched(model: Any) -> Any:
     return SVI(model, guide, optim, ngvi.BatchedELBO(4))
 
 
+def inversion_free(model: Any) -> Any:
+    guide = AutoMultivariateNormal(model)
+    return SVI(model, guide, ngvi.IFVB(guide, others=Adam({"lr": 0.1})), Trace_ELBO(4))
+
+
+def function(model: Any) -> Any:
+    def guide(X: Tensor, y: Tensor) -> None:
+        loc = pyro.param("loc", torch.zeros(3))
+        pyro.sample("w", dist.Normal(loc, 0.1).to_event(1))
+
+    return SVI(model, guide, Adam({"lr": 0.1}), ngvi.BatchedELBO(4))
+
+
+PLAIN = [sites, full_rank, batched, function]
+
+
 def first(svi: Any, use: str) -> float:
     pyro.set_rng_seed(3)
     return float(getattr(svi, use)(*data()))
 
 
 @pytest.mark.parametrize("use", ["evaluate_loss", "step"])
-@pytest.mark.parametrize("make", [sites, full_rank, batched], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("make", PLAIN, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("model", [lambda: with_params, Module], ids=["params", "module"])
 def test_a_store_loaded_before_the_first_use_counts(
     model: Callable[[], Any], make: Any, use: str, tmp_path: Path
@@ -110,6 +126,18 @@ def test_a_store_loaded_before_the_first_use_counts(
     resumed.step(*data())
     moved = {name for name, p in pyro.get_param_store().items() if not torch.equal(p, before[name])}
     assert moved == set(before)
+
+
+@pytest.mark.parametrize("make", [*PLAIN, inversion_free], ids=lambda f: f.__name__)
+def test_a_second_model_in_one_store_is_trained(make: Any) -> None:
+    """As in a notebook whose cell is run twice; Pyro steps the parameters of the first model alone."""
+    make(Module()).step(*data())
+    model = Module()
+    svi = make(model)
+    svi.step(*data())
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    svi.step(*data())
+    assert all(not torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
 def matrix(X: Tensor, y: Tensor) -> None:
@@ -273,7 +301,7 @@ def test_a_store_of_another_model_is_refused() -> None:
         ngvi.AutoSites(model)(*data())
 
 
-@pytest.mark.parametrize("make", [sites, full_rank, batched], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("make", [*PLAIN, inversion_free], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("stored", [False, True])
 def test_a_frozen_parameter_stays_frozen(make: Any, stored: bool) -> None:
     """Pyro makes every parameter that it registers require gradients."""
