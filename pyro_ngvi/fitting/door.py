@@ -9,8 +9,13 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from pyro.infer import RenyiELBO, Trace_ELBO, TraceGraph_ELBO, TraceTMC_ELBO
 
 from ..diagnostics import diagnose, khat, loo, predict, to_arviz
+from ..runtime.density import Sites
+from ..runtime.pyro_adapter import is_marked
+from ..runtime.run import look
+from ..runtime.store import OwnName
 
 #: what a fit is read by, whose options have names that an argument of the model cannot have
 READERS = to_arviz, khat, diagnose, loo, predict
@@ -24,6 +29,8 @@ MEANT = {
     "optimizer": "it is called optim=",
     "num_samples": "fit.to_arviz(num_samples=...) and fit.sample(...) draw",
 }
+#: losses of Pyro's that do not sum out marked sites: they draw them, or, TMC's, count their prior twice
+NOT_SUMMING = Trace_ELBO, TraceGraph_ELBO, RenyiELBO, TraceTMC_ELBO
 #: by guide, what marks the fit that trained it last
 _LAST: WeakKeyDictionary[Any, object] = WeakKeyDictionary()
 
@@ -58,6 +65,19 @@ def check_names(model: Any, kwargs: Mapping[str, Any]) -> None:
                 f"{name!r}, an argument of the model, is also an option of {reader.__name__}, which "
                 f"reads a fit. Pass functools.partial(model, {name}=...) as the model."
             )
+
+
+def check_sums(loss: Any, guide: Any, sites: Sites, args: Any, kwargs: Any) -> None:
+    """Refuse a loss that does not sum out the marked sites, and so is of another posterior."""
+    marked = [n for n in sites if is_marked(sites[n])] if isinstance(loss, NOT_SUMMING) else []
+    if marked and not isinstance(guide, OwnName):  # one of the user's may draw them
+        marked = [n for n in marked if n not in look(guide, {}, args, kwargs)]
+    for name in marked:
+        raise ValueError(
+            f"{type(loss).__name__} does not sum out the site {name!r}, which is marked to be "
+            f"enumerated: the fit would be of another posterior. Leave loss= out, which takes "
+            f"BatchedELBO, or pass pyro.infer.TraceEnum_ELBO()."
+        )
 
 
 def is_true(answer: Any) -> bool:

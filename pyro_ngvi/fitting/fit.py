@@ -33,7 +33,7 @@ from ..runtime.store import ModuleParams
 from .advice import Advice, Structure, advise
 from .batches import Batches
 from .checkpoint import called, collect, restore, write
-from .door import check_guide_of, check_names, is_true, take_guide
+from .door import check_guide_of, check_names, check_sums, is_true, take_guide
 from .ladder import climb
 from .progress import Progress, signals
 from .result import Result
@@ -183,12 +183,12 @@ class Fit(Result):
 
     def _check(self, args: Any) -> None:
         """What arguments tell that no step has seen."""
-        drawn = Minibatches()
         with poutine.block(), ModuleParams(), pyro.validation_enabled(False):
-            again = partial(look, self.model, {}, args, self.kwargs, drawn)
+            again = partial(look, self.model, {}, args, self.kwargs, Minibatches())
             seen = again()
             with own_random_state(torch.initial_seed() // 2 + 1):  # another draw of the prior
                 check_missing(seen, again)
+            check_sums(self.advice.loss, self.svi.guide, seen, args, self.kwargs)
         if self.batches is not None:
             self.batches.warn_of_no_share(seen)
 

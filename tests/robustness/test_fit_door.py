@@ -12,6 +12,17 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
+from pyro.infer import (
+    RenyiELBO,
+    Trace_ELBO,
+    TraceEnum_ELBO,
+    TraceGraph_ELBO,
+    TraceMeanField_ELBO,
+    TraceTMC_ELBO,
+)
+from pyro.infer.autoguide import AutoNormal
+from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor
 from torch.distributions import constraints
 
@@ -227,3 +238,37 @@ def test_a_fit_takes_gradients_wherever_it_is_called(mode: Any) -> None:
     with mode():
         fit = ngvi.fit(model, Y, **HOW)
     assert fit.losses.tolist() == fitted().losses.tolist()
+
+
+def hidden(model: Any) -> Any:
+    return AutoNormal(poutine.block(model, hide=["k"]))
+
+
+def mixture(y: Tensor) -> None:
+    p: Any = pyro.sample("p", dist.Beta(2.0, 2.0))
+    with pyro.plate("data", len(y)):
+        k: Any = pyro.sample("k", dist.Bernoulli(p), infer={"enumerate": "parallel"})
+        pyro.sample("y", dist.Normal(3.0 * k, 1.0), obs=y)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [Trace_ELBO(8), RenyiELBO(), TraceMeanField_ELBO(), TraceGraph_ELBO(), TraceTMC_ELBO()],
+    ids=lambda loss: type(loss).__name__,
+)
+@pytest.mark.parametrize("guide", [None, hidden], ids=["ours", "Pyro's"])
+def test_a_loss_that_does_not_sum_out_marked_sites(loss: Any, guide: Any) -> None:
+    """p would keep its prior: Pyro draws k from it."""
+    guide = None if guide is None else guide(mixture)
+    with pytest.raises(ValueError, match=r"does not sum out the site 'k'.*TraceEnum_ELBO\(\)"):
+        ngvi.fit(mixture, Y, guide=guide, loss=loss, **HOW)
+
+
+def test_losses_that_sum_out_marked_sites_or_have_them_in_the_guide() -> None:
+    def guide(y: Tensor) -> None:
+        pyro.sample("p", dist.Beta(pyro.param("a", torch.ones(())), 2.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("k", dist.Bernoulli(logits=pyro.param("l", torch.zeros(12))))
+
+    ngvi.fit(mixture, Y, loss=TraceEnum_ELBO(max_plate_nesting=1), **HOW)
+    ngvi.fit(mixture, Y, guide=guide, optim=Adam({"lr": 0.01}), loss=Trace_ELBO(), **HOW)
