@@ -1,5 +1,6 @@
 """IFVB and AIFVB with guides of every kind, losses, number types, and others' parameters."""
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -232,6 +233,17 @@ def test_a_second_flow_of_the_same_names_is_refused_and_works_after_a_clear():
     pyro.clear_param_store()
     svi.step(X, y)
     assert len(list(guide.parameters())) == len(list(pyro.get_param_store()))
+
+
+def test_a_copy_of_a_guide_of_pyros_is_refused():
+    """Its parameters go by names in the store, which holds those of the original."""
+    X, y = data()
+    guide = AutoMultivariateNormal(regression)
+    svi = SVI(regression, guide, ngvi.IFVB(guide), Trace_ELBO())
+    svi.step(X, y)
+    with pytest.raises(ValueError, match="or all is a deep copy, which only our guides can be"):
+        copy.deepcopy(svi).step(X, y)
+    svi.step(X, y)
 
 
 def test_function_with_arguments_is_refused_unless_it_remembers_them():
