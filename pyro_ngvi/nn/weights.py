@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from ..families.flow import places
 from ..linalg.host import host_bool
@@ -44,6 +45,16 @@ REFUSED: list[tuple[tuple[type, ...], Callable[[Any], bool], str]] = [
         (PyroModule,),
         lambda m: True,
         "is a PyroModule already, with sites of its own. Give ordinary modules of torch.",
+    ),
+    (
+        (LazyModuleMixin,),
+        lambda m: m.has_uninitialized_params(),
+        "has parameters that are not made yet. Run the whole module once before, on some inputs.",
+    ),
+    (
+        (torch.jit.ScriptModule,),
+        lambda m: True,
+        "is compiled by torch.jit: its weights cannot be drawn. Give the module that it was made of.",
     ),
     (
         (nn.Embedding, nn.EmbeddingBag),

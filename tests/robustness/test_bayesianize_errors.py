@@ -41,6 +41,7 @@ def linear(**more: Any) -> Any:
         (nn.LSTM(4, 4, num_layers=2, dropout=0.1), r"\(LSTM\).*random"),
         (nn.MultiheadAttention(4, 2, dropout=0.1), r"\(MultiheadAttention\).*random"),
         (PyroModule(), "PyroModule already"),
+        (nn.LazyLinear(3), r"'1' \(LazyLinear\) has parameters that are not made yet\. Run"),
         (nn.Embedding(5, 4, padding_idx=0), r"'1' \(Embedding\) has padding_idx, .*tokens != i"),
         (nn.Embedding(5, 4, max_norm=1.0), "has padding_idx, max_norm or scale_grad"),
         (nn.EmbeddingBag(5, 4, scale_grad_by_freq=True), "has padding_idx, max_norm or scale_grad"),
@@ -49,6 +50,13 @@ def linear(**more: Any) -> Any:
 def test_layers_that_are_refused(layer: nn.Module, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         bayesianize(nn.Sequential(nn.Linear(2, 4), layer), "normal", num_data=8)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, of torch.jit
+def test_a_compiled_module_is_refused() -> None:
+    net = torch.jit.trace(nn.Linear(2, 1).double(), X)
+    with pytest.raises(ValueError, match=r"is compiled by torch\.jit.*that it was made of"):
+        bayesianize(net, "normal", num_data=8)
 
 
 @pytest.mark.parametrize(
