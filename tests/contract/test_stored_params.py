@@ -294,11 +294,12 @@ def test_what_is_taken_from_the_store_is_named() -> None:
         ngvi.AutoSites(Module())(*data())
 
 
-def test_a_store_of_another_model_is_refused() -> None:
-    model = Module()
+@pytest.mark.parametrize("make", [*PLAIN, inversion_free], ids=lambda f: f.__name__)
+def test_a_store_of_another_model_is_refused(make: Any) -> None:
+    svi = make(Module())
     pyro.get_param_store()["log_sd"] = torch.zeros(2)
     with pytest.raises(ValueError, match=r"'log_sd' with the shape \(2,\).*shape \(\)"):
-        ngvi.AutoSites(model)(*data())
+        svi.step(*data())
 
 
 @pytest.mark.parametrize("make", [*PLAIN, inversion_free], ids=lambda f: f.__name__)
