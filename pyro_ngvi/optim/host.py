@@ -241,8 +241,8 @@ class NaturalGradientOptim(PyroOptim):
         if not natural:
             raise ValueError(
                 f"{type(self).__name__} was given no parameter of its guide {describe(self.guide)}: "
-                f"SVI trains another guide, or all is a deep copy, which only our guides can be. Build "
-                f"it with SVI's guide. (Load a store before the guide's first call.)"
+                f"SVI trains another guide. Build the optimizer with the guide that SVI gets. (Load a "
+                f"store before the guide's first call. Deep copies of Pyro's guides do not work.)"
             )
         store = pyro.get_param_store()
         # a set has no order; sorting by name makes runs repeatable
