@@ -23,7 +23,8 @@ from .gap import at_answer
 
 #: the fall of losses, in sds of theirs, that is given up
 NOISY = 0.1
-#: nats, and standard errors, by which a loss rises where sites of units follow no gradient of it
+#: nats, and standard errors, by which a loss rises where sites of a block, which follow no gradient of
+#: it, drift away
 RISE, SURE = 1.0, 4.0
 #: seeds of a look with common noise, for a standard error, and particles of each at least; and steps
 #: between looks, in those of before
@@ -46,8 +47,8 @@ def is_flat(steps: int, fall: float, error: float) -> bool:
 
 
 class PairedFall:
-    """How far the loss of a guide fell while the steps doubled, by common noise, and ``best``, the
-    lowest of the looks with what the guide held then."""
+    """How far the loss of a guide fell while the steps doubled, by common noise, and ``best``, of a
+    block the lowest of the looks, with what the guide held then."""
 
     def __init__(self) -> None:
         self.looks: list[tuple[int, Tensor]] = []
@@ -71,7 +72,8 @@ class PairedFall:
                 losses.append(wide.loss(svi.model, svi.guide, *args, **kwargs))
         now = torch.tensor(losses, dtype=torch.float64)
         self.looks.append((steps, now))
-        if self.best is None or float(now.mean()) < self.best[0]:
+        is_block = getattr(getattr(svi.guide, "units", None), "is_block", False)
+        if is_block and (self.best is None or float(now.mean()) < self.best[0]):
             held = svi.guide.state_dict()
             self.best = float(now.mean()), {name: x.clone() for name, x in held.items()}
         before = [losses for at, losses in self.looks if 2 * at <= steps]
@@ -81,8 +83,8 @@ class PairedFall:
         return float(falls.mean()), float(falls.std()) / SEEDS**0.5
 
     def go_back(self, svi: Any, fall: float, error: float) -> bool:
-        """Whether the loss has risen for sure, not by parameters of the model; the guide holds the best
-        of the looks then."""
+        """Whether the loss of a block has risen for sure, not by parameters of the model; the guide
+        holds the best of the looks then."""
         if self.best is None or svi.optim._has_others or fall > -max(RISE, SURE * error):
             return False
         with torch.no_grad():

@@ -76,9 +76,9 @@ class StopRule:
     Attributes:
         reason: why to stop, or ``None``: "converged"; "settled"; "stalled" (three quarters of the steps
             have not halved a gap above ``tol``; or, where optimizer or noise hide that, the losses of a
-            quarter fell by at most a tenth of their own sd, by two standard errors; or the loss rose,
-            by common noise, and the guide holds what was best again); "max_steps"; "max_time";
-            "diverged" (20 more steps were skipped, or had no finite loss, than since).
+            quarter fell by at most a tenth of their own sd, by two standard errors; or that of a
+            block rose, by common noise, and the guide holds what was best again); "max_steps";
+            "max_time"; "diverged" (20 more steps were skipped, or had no finite loss, than since).
         gap: nats still to gain at the last look (:class:`~pyro_ngvi.fitting.Gap`), before a step of it;
             ``None``: no look.
         losses: what it has seen, and ``steps``, how many.

@@ -16,6 +16,7 @@ from torch import Tensor
 import pyro_ngvi as ngvi
 from pyro_ngvi.diagnostics import loo_units
 from pyro_ngvi.distributions import GaussianProcess, local_level
+from pyro_ngvi.fitting.falls import PairedFall
 from pyro_ngvi.hierarchy.conditional import Conditionals
 from pyro_ngvi.runtime.model_density import batched_trace
 
@@ -408,6 +409,26 @@ def test_a_block_of_counts_is_what_quadrature_finds() -> None:
     # the weights of q(f | s) vary little, so that it is near p(f | s, y) at each s: se below .01
     assert off.abs().max() < 0.05
     assert (terms - found).exp().mul(4000.0).var(0).max() < 0.5
+
+
+def test_a_block_that_drifts_goes_back_to_the_best_look() -> None:
+    pyro.set_rng_seed(0)
+    guide = ngvi.AutoHierarchical(noisy)
+    svi = SVI(noisy, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
+    for _ in range(15):
+        svi.step()
+    best = {name: x.clone() for name, x in guide.state_dict().items()}
+    paired, how = PairedFall(), (svi, ngvi.BatchedELBO(8), (), {})
+    assert paired(*how, 20) is None
+    guide.sites.linear.add_(3.0)  # as if its steps had led there
+    fall, error = paired(*how, 40) or (0.0, 0.0)
+    assert fall < -1.0 and fall < -4.0 * error
+    assert not paired.go_back(svi, -0.9, 0.01) and not paired.go_back(svi, fall, -0.3 * fall)
+    svi.optim._has_others = True  # parameters of the model, which may be what moved
+    assert not paired.go_back(svi, fall, error)
+    svi.optim._has_others = False
+    assert paired.go_back(svi, fall, error)
+    assert all(torch.equal(x, best[name]) for name, x in guide.state_dict().items())
 
 
 # --- refusals, and what a block cannot do
