@@ -36,6 +36,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from ..families.base import Tensors, dot
+from ..guides.deadline import is_asked
 from ..linalg.host import is_coarse
 from ..linalg.noise import SharedNoise
 from ..runtime.store import traced_params
@@ -127,6 +128,8 @@ class GapMeter:
                 a = self._mean_gradient()
                 others += [self._local_gradient(_number(1, s)) for s in range(len(others), n)]
                 gap, x = self._solve(a, others, max(tol, self._far()) if whole else tol)
+                if is_asked():
+                    return Gap(math.inf, math.inf, self._taken)
                 self._used = _number(1, n)
                 energy = _dot(x, a)
                 self._way = gap, x, energy, n
@@ -189,7 +192,7 @@ class GapMeter:
             return Gap(0.0, 0.0, self._taken), x
         gap = Gap(math.inf, math.inf, self._taken)
         for _ in range(CG_STEPS):
-            if not square > 0.0:  # nothing is left, or nothing that is finite
+            if not square > 0.0 or is_asked():  # nothing is left, or nothing that is finite
                 break
             product = self._hessian_product(direction, a)
             curvature = _dot(direction, product)

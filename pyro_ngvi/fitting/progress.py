@@ -18,6 +18,8 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from ..guides.deadline import end_soon, until_asked
+
 #: seconds until the first line where the output is no terminal, and by what factor pauses grow
 FIRST_LINE, GROWTH = 10.0, 2.0
 #: losses whose median is shown, at most
@@ -87,8 +89,8 @@ class Progress:
 
 @contextmanager
 def signals() -> Iterator[list[str]]:
-    """Within it Ctrl-C and SIGTERM are noted, and no step is cut off; a second Ctrl-C raises at once.
-    Other threads than the main one cannot listen, and do not."""
+    """Within it Ctrl-C and SIGTERM are noted, and no step is cut off, a search or a look after some
+    seconds; a second Ctrl-C raises at once.  Other threads than the main one cannot listen."""
     noted: list[str] = []
     names = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
@@ -96,13 +98,15 @@ def signals() -> Iterator[list[str]]:
         if noted and number == signal.SIGINT:
             raise KeyboardInterrupt
         noted.append(names[signal.Signals(number)])
+        end_soon()
 
     if threading.current_thread() is not threading.main_thread():
         yield noted
         return
     before = {number: signal.signal(number, note) for number in names}
     try:
-        yield noted
+        with until_asked():
+            yield noted
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

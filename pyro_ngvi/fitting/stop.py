@@ -16,6 +16,7 @@ from pyro.infer import SVI
 from torch import nn
 
 from ..distributed import DistributedSVI
+from ..guides.deadline import is_asked
 from ..linalg.host import own_random_state
 from ..losses import BatchedELBO
 from ..optim.host import NaturalGradientOptim, find_blocks
@@ -27,18 +28,15 @@ from .falls import PairedFall, is_flat, last_fall, still_to_fall
 from .gap import HALF, Gap, GapMeter
 from .twin import Twin, has_twin
 
-#: the first step after which to look
-FIRST = 5
+#: the first step after which to look, and steps that are lost, less those that are taken since
+FIRST, LOST = 5, 20
 #: particles of a look, in those of a step: batched, they cost little more
 WIDER, FEWEST_PARTICLES = 4, 8
 #: rows of noise behind a mean gradient, for few latents, and for each of many
 ROWS, ROWS_EACH = 128, 2
-#: about how many gradients a look takes at most, until there were more steps than that
-MOST_GRADIENTS = 80
-#: gradients of Newton steps, in those of a look, and for a stalled run in those that it took
-NEWTON, POLISH = 4, 3
-#: steps that are lost, less those that are taken since
-LOST = 20
+#: about how many gradients a look takes at most, until there were more steps than that; of Newton
+#: steps, in those of a look, and for a stalled run in those that it took
+MOST_GRADIENTS, NEWTON, POLISH = 80, 4, 3
 #: steps before which a run is not said to settle, by its losses, or to stall, by looks
 SETTLED, STALLED = 40, 100
 
@@ -205,8 +203,7 @@ class StopRule:
         self._next = self.steps + max(self.steps // 4, meter.count // 4, 1)
         if gap.is_below(self.tol):
             return "converged"
-        # the rates of others are too small, or about to fall: only their losses tell, as they do where
-        # noise leaves no curvature for a gap
+        # of others, whose rates may be too small, and where noise leaves no curvature, losses tell
         stalls = self._stalls() if natural and gap.curved else is_flat(self.steps, fall, error)
         return "stalled" if stalls else None
 
@@ -215,7 +212,10 @@ class StopRule:
         refused, or about ``most`` gradients are taken.  Who is ``patient``, or has stepped before,
         takes twice as many gradients where one is refused."""
         while True:
-            self.gap = gap = meter(self.tol, max(MOST_GRADIENTS, self.steps), whole=newton)
+            gap = meter(self.tol, max(MOST_GRADIENTS, self.steps), whole=newton)
+            if is_asked():  # it has seen nothing
+                return gap
+            self.gap = gap
             self.looks.append((self.steps, gap))
             if not newton:
                 return gap

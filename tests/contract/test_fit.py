@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import pyro_ngvi as ngvi
+from pyro_ngvi.fitting.gap import GapMeter
 from pyro_ngvi.fitting.ladder import climb
 from pyro_ngvi.fitting.progress import Progress
 from pyro_ngvi.fitting.result import Result
@@ -603,6 +604,43 @@ def test_signals_end_it_with_a_checkpoint(number: int, reason: str, tmp_path: Pa
     resumed = ngvi.load(path, logistic).resume(A, b)
     assert resumed.why_stopped == "converged"
     assert resumed.losses.tolist() == fitted().losses.tolist()
+
+
+def test_a_look_and_a_search_end_soon_after_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pyro_ngvi.guides.deadline.GRACE", 0.0)
+    gradient, products = GapMeter._mean_gradient, 0
+
+    def asked(meter: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return gradient(meter)
+
+    def product(meter: Any, *how: Any) -> Any:
+        nonlocal products
+        products += 1
+
+    with monkeypatch.context() as patched:
+        patched.setattr(GapMeter, "_mean_gradient", asked)
+        patched.setattr(GapMeter, "_hessian_product", product)
+        fit = ngvi.fit(logistic, A, b, seed=0)
+    assert fit.why_stopped == "terminated" and fit.steps == 5 and products == 0
+    assert fit.gap is None and not fit.stop.looks
+    assert fit.resume().why_stopped == "converged"
+    # the search, in the first step, has what it has found until then
+    paths = 0
+
+    def far(x: Tensor) -> None:
+        nonlocal paths
+        paths += 1
+        if paths == 40:
+            os.kill(os.getpid(), signal.SIGTERM)
+        w = pyro.sample("w", dist.Normal(x.new_zeros(2), 1.0).to_event(1))
+        pyro.factor("bend", -10.0 * (w[0] ** 2 + w[1] - 1.0) ** 2)
+
+    fit = ngvi.fit(far, A, seed=0)
+    assert fit.why_stopped == "terminated" and fit.steps == 1
+    told = fit.guide.start_report.evaluations
+    pyro.clear_param_store()
+    assert told < 0.5 * ngvi.fit(far, A, seed=0).guide.start_report.evaluations
 
 
 def test_a_second_interrupt_raises_at_once() -> None:
