@@ -105,7 +105,7 @@ def climb(structure: Structure, fit: Callable[..., Any], max_time: float | None)
         error = 0.0 if best is None else math.hypot(rung.error, best.khat.elbo_error)
         good = rung.decision == "intervals"
         better = gain > 0.0 or (good and gain > -error)
-        # where the draws of one guide may be taken, those of the next are asked for less error alone
+        # draws that may be taken are given up only for others that may
         better &= good or best is None or not best.verdict.ok
         better |= _loses_a_mode(best, of=found)
         best = found if better and not _loses_a_mode(found, of=best) else best
