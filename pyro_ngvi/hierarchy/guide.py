@@ -140,9 +140,8 @@ class AutoHierarchical(MadeAtFirstCall):
                 "AutoHierarchical must see all latent sites, so it is no part of an AutoGuideList. Let "
                 "its globals be the list: globals= takes a function of a model that makes it."
             )
-        with self._loading_waiting_state():
-            with model_under(self, FlatPriors()):
-                super()._setup_prototype(*args, **kwargs)
+        with self._loading_waiting_state(), model_under(self, FlatPriors()):
+            super()._setup_prototype(*args, **kwargs)
             units = find_units(model, args, kwargs, self._wanted)
             nodes = self.prototype_trace.nodes
             like = nodes[units.names[0]]["value"].detach()
