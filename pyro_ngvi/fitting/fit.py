@@ -127,7 +127,7 @@ class Fit(Result):
             raise ValueError(
                 f"checkpoint={str(checkpoint)!r}: there is no such folder. Make it first."
             )
-        callbacks, saved = list(callbacks), time.monotonic()
+        callbacks, saved, self.shows = list(callbacks), time.monotonic(), progress
         is_first = self.distributed is None or rank() == 0
         if checkpoint is not None and self.is_spread and hasattr(self.svi.guide, "holds_sites"):
             raise ValueError(
@@ -295,7 +295,7 @@ def fit(
         distributed: options of :func:`pyro_ngvi.distributed.wrap`, ``{"plates": ["data"]}``, for a run
             on several processes, whose reads are calls of all of them, but ``print``, ``elbo`` and
             ``khat``; the guide is a Gaussian over all latent variables, if not given.
-        progress: whether to show a bar, or lines at growing intervals where the output is no terminal.
+        progress: whether to show bars, of slow verdicts too; lines now and then if there is no terminal.
         checkpoint: a file for :func:`pyro_ngvi.load`, written ``every`` so many seconds and at the end.
         callbacks: functions of the fit, called after each step; one that returns ``True`` ends it.
 

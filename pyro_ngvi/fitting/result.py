@@ -21,6 +21,7 @@ from ..hierarchy import AutoHierarchical
 from ..hierarchy.marginal import work_of_draw
 from ..linalg.host import own_random_state
 from ..runtime.run import CannotBatch
+from ..runtime.waiting import bars_if
 from .advice import Structure
 from .batches import Epoch
 from .ladder import Rung
@@ -60,6 +61,7 @@ class Result:
         self.model, self.args, self.kwargs = model, args, kwargs
         self.why_stopped: str | None = None
         self.rungs: tuple[Rung, ...] = ()
+        self.shows = True  # bars, as ``progress=`` of the last run said
         self._seconds: list[float] = []
         self._forget()
 
@@ -139,7 +141,8 @@ class Result:
                 "diagnose needs all data on one process. fit.khat has them on several; or load the "
                 "fit from its checkpoint in a process that has all."
             )
-        found = diagnostics.diagnose(self.model, self.guide, *self.args, seed=0, **self.kwargs)
+        with bars_if(self.shows):
+            found = diagnostics.diagnose(self.model, self.guide, *self.args, seed=0, **self.kwargs)
         vars(self)["khat"] = found.khat  # of the same draws
         return found
 

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from tqdm.auto import tqdm
 
 #: seconds after which it appears, and between two lines of a log
 PATIENCE = 10.0
+_SHOWN = ContextVar("shown", default=True)
+
+
+@contextmanager
+def bars_if(shown: bool) -> Iterator[None]:
+    """In here bars appear, or none does."""
+    token = _SHOWN.set(shown)
+    try:
+        yield
+    finally:
+        _SHOWN.reset(token)
 
 
 def waiting(doing: str, over: Iterable[Any] | None = None, unit: str = "it") -> Any:
     """A tqdm bar ``over`` something, or one to be updated, on stderr, that appears where it is slow."""
     pause = 0.1 if sys.stderr.isatty() else PATIENCE
-    return tqdm(over, doing, unit=unit, delay=PATIENCE, mininterval=pause, leave=False)
+    how: Any = {} if _SHOWN.get() else {"disable": True}  # else as TQDM_DISABLE has it
+    return tqdm(over, doing, unit=unit, delay=PATIENCE, mininterval=pause, leave=False, **how)

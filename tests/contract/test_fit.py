@@ -606,6 +606,16 @@ def test_signals_end_it_with_a_checkpoint(number: int, reason: str, tmp_path: Pa
     assert resumed.losses.tolist() == fitted().losses.tolist()
 
 
+@pytest.mark.parametrize("shown", [True, False])
+def test_bars_of_a_verdict_are_hidden_with_those_of_the_run(
+    shown: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("pyro_ngvi.runtime.waiting.PATIENCE", 0.0)
+    fit = ngvi.fit(logistic, A, b, seed=0, progress=shown)
+    capsys.readouterr()
+    assert fit.verdict.ok and ("chains that judge" in capsys.readouterr().err) == shown
+
+
 def test_a_look_and_a_search_end_soon_after_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pyro_ngvi.guides.deadline.GRACE", 0.0)
     gradient, products = GapMeter._mean_gradient, 0
