@@ -295,7 +295,7 @@ def fit(
         distributed: options of :func:`pyro_ngvi.distributed.wrap`, ``{"plates": ["data"]}``, for a run
             on several processes, whose reads are calls of all of them, but ``print``, ``elbo`` and
             ``khat``; the guide is a Gaussian over all latent variables, if not given.
-        progress: whether to show bars, of slow verdicts too; lines now and then if there is no terminal.
+        progress: whether to show bars, of slow verdicts too; lines now and then without a terminal.
         checkpoint: a file for :func:`pyro_ngvi.load`, written ``every`` so many seconds and at the end.
         callbacks: functions of the fit, called after each step; one that returns ``True`` ends it.
 
