@@ -25,7 +25,8 @@ from .checkpoint import called
 
 #: latent variables above which a flow costs too much
 FLOW = 100
-#: how much more time the next guide may take than all before it, and seconds that it may in any case
+#: how much more time the next guide may take than all before it, and seconds that it may in any case;
+#: no more than these after an AutoHierarchical whose corrected draws can be relied on
 PATIENCE, SECONDS = 4.0, 10.0
 #: seconds of the first guide, while others wait
 FIRST = 60.0
@@ -75,7 +76,8 @@ def climb(structure: Structure, fit: Callable[..., Any], max_time: float | None)
         if not rungs:
             limit = min(FIRST if len(choices) > 1 else math.inf, total)
         else:
-            limit = min(max(SECONDS, PATIENCE * (began - start)), total - (began - start))
+            patience = 0.0 if getattr(best.verdict, "integrated", False) else PATIENCE
+            limit = min(max(SECONDS, patience * (began - start)), total - (began - start))
         if limit <= 0.0:
             break
         found = best

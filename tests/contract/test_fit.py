@@ -874,7 +874,10 @@ def test_the_best_of_the_guides_is_kept(monkeypatch: pytest.MonkeyPatch, plain_s
 def test_where_no_draws_are_usable_corrected_ones_are_preferred(
     monkeypatch: pytest.MonkeyPatch, integrated: bool
 ) -> None:
+    limits = []
+
     def fit(guide: Any, max_time: float | None, best: Any) -> Any:
+        limits.append(max_time)
         units = guide is ngvi.AutoHierarchical
         found: Any = Result(structure.model, (), {})
         found.verdict = SimpleNamespace(
@@ -895,8 +898,10 @@ def test_where_no_draws_are_usable_corrected_ones_are_preferred(
     )
     for name in ("verdict", "khat", "guide", "_structure"):  # to be set
         monkeypatch.setattr(Result, name, None)
+    monkeypatch.setattr("pyro_ngvi.fitting.ladder.SECONDS", 1e-9)
     best = climb(structure, fit, None)
     assert [rung.elbo for rung in best.rungs] == [-2.0, -1.0]
+    assert (limits[1] == 1e-9) == integrated
     assert best.guide is (ngvi.AutoHierarchical if integrated else ngvi.AutoCouplingFlow)
     told = 'Or take to_arviz(corrected=True) of a fit with guide="AutoHierarchical"'
     assert integrated or way_on(best).startswith(told)
