@@ -234,6 +234,20 @@ STEPS = (
         ("test_reach",),
     ),
     Mutant(
+        "flat globals looked at in one place",
+        "hierarchy/probe.py",
+        "torch.randn(transform",
+        "torch.zeros(transform",
+        ("test_blocks",),
+    ),
+    Mutant(
+        "a block goes back by chance",
+        "fitting/falls.py",
+        "-max(RISE, SURE * error)",
+        "-min(RISE, SURE * error)",
+        ("test_blocks",),
+    ),
+    Mutant(
         "reach never falls",
         "optim/natural_gradient.py",
         "SHRINK * reach",
