@@ -53,6 +53,7 @@ def test_layers_that_are_refused(layer: nn.Module, message: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, of torch.jit
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace`")  # of the newest torch
 def test_a_compiled_module_is_refused() -> None:
     net: Any = torch.jit.trace(nn.Linear(2, 1).double(), X)
     with pytest.raises(ValueError, match=r"is compiled by torch\.jit.*that it was made of"):
