@@ -52,8 +52,7 @@ def test_layers_that_are_refused(layer: nn.Module, message: str) -> None:
         bayesianize(nn.Sequential(nn.Linear(2, 4), layer), "normal", num_data=8)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, of torch.jit
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace`")  # of the newest torch
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
 def test_a_compiled_module_is_refused() -> None:
     net: Any = torch.jit.trace(nn.Linear(2, 1).double(), X)
     with pytest.raises(ValueError, match=r"is compiled by torch\.jit.*that it was made of"):
