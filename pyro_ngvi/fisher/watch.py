@@ -15,7 +15,7 @@ from torch import nn
 
 from ..distributions.steady import SteadyDraws
 from ..runtime.pyro_adapter import has_model, model_under
-from ..runtime.store import ModuleParams
+from ..runtime.store import ModuleParams, OwnName
 
 
 def remember_arguments(guide: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,7 +56,8 @@ class Watch:
     def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.last_call = (args, kwargs)
         for part in module.modules():
-            if isinstance(part, AutoGuide) and part.prototype_trace is None and has_model(part):
+            foreign = isinstance(part, AutoGuide) and not isinstance(part, OwnName)
+            if foreign and part.prototype_trace is None and has_model(part):
                 self._enter(model_under(part, ModuleParams()))
         if self.steadies and torch.is_grad_enabled():
             self._enter(SteadyDraws())

@@ -66,16 +66,20 @@ class PairedFall:
         if soon or not (of_all and natural):
             return None
         wide = BatchedELBO(max(PARTICLES, loss.num_particles), chunk_size=loss.chunk_size)
-        wide.kl_weight, losses = loss.kl_weight, []
-        for seed in range(SEEDS):
-            with at_answer(blocks), own_random_state(seed):
-                losses.append(wide.loss(svi.model, svi.guide, *args, **kwargs))
-        now = torch.tensor(losses, dtype=torch.float64)
+        wide.kl_weight = loss.kl_weight
+
+        def losses() -> Tensor:
+            found = []
+            for seed in range(SEEDS):
+                with at_answer(blocks), own_random_state(seed):
+                    found.append(wide.loss(svi.model, svi.guide, *args, **kwargs))
+            return torch.tensor(found, dtype=torch.float64)
+
+        self._losses, now = losses, losses()
         self.looks.append((steps, now))
         is_block = getattr(getattr(svi.guide, "units", None), "is_block", False)
-        if is_block and (self.best is None or float(now.mean()) < self.best[0]):
-            held = svi.guide.state_dict()
-            self.best = float(now.mean()), {name: x.clone() for name, x in held.items()}
+        if is_block and float(now.mean()) < (self.best[0] if self.best else math.inf):
+            self.best = float(now.mean()), _held(svi.guide)
         before = [losses for at, losses in self.looks if 2 * at <= steps]
         if not before:
             return None
@@ -83,14 +87,28 @@ class PairedFall:
         return float(falls.mean()), float(falls.std()) / SEEDS**0.5
 
     def go_back(self, svi: Any, fall: float, error: float) -> bool:
-        """Whether the loss of a block has risen for sure, not by parameters of the model; the guide
-        holds the best of the looks then."""
-        if self.best is None or svi.optim._has_others or fall > -max(RISE, SURE * error):
+        """Whether the loss of a block has risen for sure, not by parameters of the model, nor because
+        the data are others now; the guide holds the best of the looks then."""
+        risen = math.isfinite(fall + error) and fall <= -max(RISE, SURE * error)
+        if self.best is None or svi.optim._has_others or not risen:
             return False
-        with torch.no_grad():
-            for name, x in svi.guide.state_dict().items():
-                x.copy_(self.best[1][name])
-        return True
+        now = _held(svi.guide)
+        _hold(svi.guide, self.best[1])
+        if float(self._losses().mean()) <= float(self.looks[-1][1].mean()) - RISE:
+            return True
+        _hold(svi.guide, now)
+        self.looks, self.best = self.looks[-1:], None
+        return False
+
+
+def _held(guide: Any) -> dict[str, Tensor]:
+    return {name: x.clone() for name, x in guide.state_dict().items()}
+
+
+@torch.no_grad()
+def _hold(guide: Any, state: dict[str, Tensor]) -> None:
+    for name, x in guide.state_dict().items():
+        x.copy_(state[name])
 
 
 def trimmed_mean(x: Tensor) -> tuple[float, float]:

@@ -127,17 +127,17 @@ class Fit(Result):
             raise ValueError(
                 f"checkpoint={str(checkpoint)!r}: there is no such folder. Make it first."
             )
-        callbacks, saved, self.shows = list(callbacks), time.monotonic(), progress
+        callbacks, saved, self._shows = list(callbacks), time.monotonic(), progress
         is_first = self.distributed is None or rank() == 0
         if checkpoint is not None and self.is_spread and hasattr(self.svi.guide, "holds_sites"):
             raise ValueError(
                 "checkpoint= holds what is the same on all ranks, and each has its own sites here. "
                 "Write the loop, and save by ranks, each with pyro_ngvi.save to a file of its own."
             )
-        checkpoint = checkpoint if is_first else None
-        bar = Progress(stop, progress and is_first)
+        checkpoint, bar = checkpoint if is_first else None, Progress(stop, progress and is_first)
         try:
-            with signals() as noted, ending_by(time.monotonic() + SEARCH * (max_time or math.inf)):
+            end = time.monotonic() + SEARCH * (max_time or math.inf)
+            with signals(not self.is_spread) as noted, ending_by(end):
                 while True:
                     ended = self._step(bar)
                     # a list, so that all of them are called

@@ -28,6 +28,8 @@ FLOW = 100
 #: how much more time the next guide may take than all before it, and seconds that it may in any case;
 #: no more than these after an AutoHierarchical whose corrected draws can be relied on
 PATIENCE, SECONDS = 4.0, 10.0
+#: ends of a run that end the climb
+ASKED = "interrupted", "terminated"
 #: seconds of the first guide, while others wait
 FIRST = 60.0
 
@@ -53,9 +55,10 @@ class Rung:
 
 def climb(structure: Structure, fit: Callable[..., Any], max_time: float | None) -> Any:
     """The best fit, as :func:`pyro_ngvi.fit` says of ``guide="auto"``; of two that no error tells
-    apart, the one whose draws may be taken as they are, and where those of none may, an
-    ``AutoHierarchical`` whose corrected draws can be relied on.  ``fit(guide, max_time, best)`` gives a
-    fit; ``best`` is that of the guides before, or with no guide the one to go on with.
+    apart, the one whose draws may be taken as they are, which are given up only for others that may
+    be; and where those of none may, an ``AutoHierarchical`` whose corrected draws can be relied on.
+    ``fit(guide, max_time, best)`` gives a fit; ``best`` is that of the guides before, or with no guide
+    the one to go on with.
 
     A mixture follows where the search for a start has found several modes, where draws of the prior
     show that a guide after the first missed one or that the first did and the next one left its own,
@@ -67,7 +70,7 @@ def climb(structure: Structure, fit: Callable[..., Any], max_time: float | None)
         choices.append(AutoHierarchical)
     if structure.d <= FLOW:
         choices.append(AutoCouplingFlow)
-    if len(choices) > 1 and _has_params(structure):
+    if len(choices) > 1 and has_params(structure):
         del choices[1:]
     best: Any = None
     fits, rungs, start = [], [], time.monotonic()
@@ -107,13 +110,12 @@ def climb(structure: Structure, fit: Callable[..., Any], max_time: float | None)
         error = 0.0 if best is None else math.hypot(rung.error, best.khat.elbo_error)
         good = rung.decision == "intervals"
         better = gain > 0.0 or (good and gain > -error)
-        # draws that may be taken are given up only for others that may
         better &= good or best is None or not best.verdict.ok
         better |= _loses_a_mode(best, of=found)
         best = found if better and not _loses_a_mode(found, of=best) else best
         stuck = gain < error and (mixture or not more)
         done = good and not found.verdict.is_rough
-        if (done and not more) or stuck or rung.why_stopped in ("interrupted", "terminated"):
+        if (done and not more) or stuck or rung.why_stopped in ASKED:
             break
     if rungs and not any(rung.decision in ("intervals", "resample") for rung in rungs):
         judged = fits[: len(rungs)]  # the last may have no verdict
@@ -121,7 +123,8 @@ def climb(structure: Structure, fit: Callable[..., Any], max_time: float | None)
         exact = (fit for fit in judged if getattr(fit.verdict, "integrated", False))
         best = next((fit for fit in exact if not _loses_a_mode(fit, of=best)), best)
     left = total - (time.monotonic() - start)
-    hurried = len(choices) > 1 and fits[0].why_stopped == "max_time"
+    asked = bool(rungs) and rungs[-1].why_stopped in ASKED
+    hurried = len(choices) > 1 and fits[0].why_stopped == "max_time" and not asked
     if hurried and fits.index(best) == 0 and left > 0.0:
         began = time.monotonic()
         best = fit(None, left, best)
@@ -170,7 +173,7 @@ def _rung(guide: str, found: Any, began: float) -> Rung:
     return Rung(guide, k.elbo, k.elbo_error, k.khat, decision, str(found.why_stopped), seconds)
 
 
-def _has_params(structure: Structure) -> bool:
+def has_params(structure: Structure) -> bool:
     """Whether a model has parameters that are trained beside the guide's."""
     model = structure.model
     if isinstance(model, nn.Module) and any(p.requires_grad for p in model.parameters()):

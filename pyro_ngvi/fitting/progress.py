@@ -88,9 +88,10 @@ class Progress:
 
 
 @contextmanager
-def signals() -> Iterator[list[str]]:
-    """Within it Ctrl-C and SIGTERM are noted, and no step is cut off, a search or a look after some
-    seconds; a second Ctrl-C raises at once.  Other threads than the main one cannot listen."""
+def signals(alone: bool = True) -> Iterator[list[str]]:
+    """Within it Ctrl-C and SIGTERM are noted, and no step is cut off; of a process that is ``alone`` a
+    search or a look after some seconds.  A second Ctrl-C raises at once.  Other threads than the main
+    one cannot listen."""
     noted: list[str] = []
     names = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
@@ -98,15 +99,16 @@ def signals() -> Iterator[list[str]]:
         if noted and number == signal.SIGINT:
             raise KeyboardInterrupt
         noted.append(names[signal.Signals(number)])
-        end_soon()
+        if alone:  # ranks leave a look together, or wait for each other
+            end_soon()
 
     if threading.current_thread() is not threading.main_thread():
         yield noted
         return
-    before = {number: signal.signal(number, note) for number in names}
-    try:
-        with until_asked():
+    with until_asked():
+        before = {number: signal.signal(number, note) for number in names}
+        try:
             yield noted
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

@@ -61,7 +61,7 @@ class Result:
         self.model, self.args, self.kwargs = model, args, kwargs
         self.why_stopped: str | None = None
         self.rungs: tuple[Rung, ...] = ()
-        self.shows = True  # bars, as ``progress=`` of the last run said
+        self._shows = True  # bars, as ``progress=`` of the last run said
         self._seconds: list[float] = []
         self._forget()
 
@@ -141,7 +141,7 @@ class Result:
                 "diagnose needs all data on one process. fit.khat has them on several; or load the "
                 "fit from its checkpoint in a process that has all."
             )
-        with bars_if(self.shows):
+        with bars_if(self._shows):
             found = diagnostics.diagnose(self.model, self.guide, *self.args, seed=0, **self.kwargs)
         vars(self)["khat"] = found.khat  # of the same draws
         return found

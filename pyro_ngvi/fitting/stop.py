@@ -55,8 +55,8 @@ class StopRule:
     sweeps of ``CVI`` over all data have no more to fall, by the ratio of their last falls.  That says
     nothing of what a rate too small leaves to gain.
 
-    It looks when the losses have ceased to fall: after step 5, and then after 10 to 25 % more steps, so
-    that its gradients cost as much as the steps at most.  But for ``newton`` the run is as without it.
+    It looks when losses have ceased to fall: after step 5, then after 10 to 25 % more, with as many
+    gradients as steps at most.  But for ``newton``, and a block that goes back, a run is as without it.
 
     Not for: a loss that changes between steps (``kl_weight`` in a warm-up); posteriors with several
     modes, of which it sees the one at hand.  Whether the best of the family is near the posterior is

@@ -26,7 +26,7 @@ from ..runtime.run import look
 from ..runtime.store import ModuleParams
 from ..sites.site_guide import SiteGuide
 from .advice import sites_take
-from .ladder import FLOW
+from .ladder import FLOW, has_params
 
 if TYPE_CHECKING:
     from .result import Result
@@ -44,7 +44,9 @@ def way_on(fit: Result) -> str:
     verdict, guide = fit.verdict, fit.guide
     whole = not (fit.is_spread or fit._is_stream)
     richest = isinstance(guide, AutoFlow | AutoOrthogonalFlow)
-    climbs = not fit.rungs and not richest and fit._structure.d <= FLOW  # "auto" would try a flow
+    small = fit._structure.d <= FLOW
+    # "auto" would try a flow
+    climbs = whole and small and not (fit.rungs or richest or has_params(fit._structure))
     if fit.khat.rounded and not verdict.ok:
         return ""  # that says what comes first
     if isinstance(guide, AutoHierarchical):

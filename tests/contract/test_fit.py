@@ -606,6 +606,7 @@ def test_signals_end_it_with_a_checkpoint(number: int, reason: str, tmp_path: Pa
     assert resumed.losses.tolist() == fitted().losses.tolist()
 
 
+@pytest.mark.skipif("TQDM_DISABLE" in os.environ, reason="tqdm shows no bars here")
 @pytest.mark.parametrize("shown", [True, False])
 def test_bars_of_a_verdict_are_hidden_with_those_of_the_run(
     shown: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -922,6 +923,21 @@ def test_the_first_guide_lets_others_pass_and_goes_on_if_it_was_the_best(
     assert type(fit.guide) is ngvi.AutoFullRankNormal
     assert fit.why_stopped == first.why_stopped != "max_time" and 1 < fit.steps <= 30
     assert fit.elbo == (first.elbo, first.error)
+
+
+def test_a_signal_in_a_later_rung_ends_the_climb(
+    monkeypatch: pytest.MonkeyPatch, plain_start: None
+) -> None:
+    monkeypatch.setattr("pyro_ngvi.fitting.ladder.FIRST", 1e-3)
+    monkeypatch.setattr(sys.modules["pyro_ngvi.fitting.fit"], "SEARCH", math.inf)
+
+    def kill(fit: Any) -> None:
+        if type(fit.guide) is ngvi.AutoCouplingFlow:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    fit = ngvi.fit(banana, guide="auto", seed=1, max_steps=400, callbacks=[kill])
+    assert [rung.why_stopped for rung in fit.rungs] == ["max_time", "terminated"]
+    assert fit.steps < 10  # of either
 
 
 def test_a_distrusted_guide_is_told_of_units(plain_start: None) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import pyro_ngvi as ngvi
 from pyro_ngvi.distributions import GaussianProcess
+from pyro_ngvi.guides import search
 from tests.exact.site_cases import linear_data as data
 
 positive = dist.constraints.positive
@@ -335,6 +336,33 @@ def test_part_of_a_list_takes_what_was_loaded() -> None:
     guide.append(ngvi.AutoFullRankNormal(model))
     guide(*data())
     assert model.log_sd.item() == 0.3
+
+
+def test_our_parts_of_a_list_know_the_others_under_ifvb(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a search for a start would see them redrawn, it is left out."""
+    found, own = list[list[str]](), search._sites
+
+    def sites(*how: Any) -> Any:
+        found.append(sorted(own(*how)))
+        return own(*how)
+
+    monkeypatch.setattr(search, "_sites", sites)
+    monkeypatch.setattr(search, "UNASKED", 10)
+
+    def model() -> None:
+        a = pyro.sample("a", dist.Normal(0.0, 1.0))
+        b = pyro.sample("b", dist.Normal(1.0, 1.0))
+        pyro.sample("y", dist.Normal(a * b, 0.2), obs=torch.tensor(0.5))
+
+    for rule in (ngvi.NGVB, ngvi.IFVB):
+        found.clear()
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        guide: Any = AutoGuideList(model)
+        for name in ("a", "b"):
+            guide.append(ngvi.AutoFullRankNormal(poutine.block(model, expose=[name])))
+        SVI(model, guide, rule(guide), Trace_ELBO()).step()
+        assert found == [["b"], ["a"]], rule
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Pyro's, of parameters not substituted

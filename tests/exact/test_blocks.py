@@ -1,5 +1,6 @@
 """One Gaussian block given the globals: series, fields, crossed effects, against dense algebra."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -427,8 +428,28 @@ def test_a_block_that_drifts_goes_back_to_the_best_look() -> None:
     svi.optim._has_others = True  # parameters of the model, which may be what moved
     assert not paired.go_back(svi, fall, error)
     svi.optim._has_others = False
+    assert not paired.go_back(svi, -math.inf, math.nan)
     assert paired.go_back(svi, fall, error)
     assert all(torch.equal(x, best[name]) for name, x in guide.state_dict().items())
+
+
+def test_a_block_does_not_go_back_to_other_data() -> None:
+    def model(y: Tensor) -> None:
+        s = step_scale()
+        with pyro.plate("steps", T):
+            z: Any = pyro.sample("z", dist.Normal(ZERO, 1.0))
+        level = pyro.deterministic("level", s * z.cumsum(-1))
+        with pyro.plate("data", T):
+            pyro.sample("y", dist.Normal(level, 0.5), obs=y)
+
+    fit = ngvi.fit(model, 0.1 * Y, seed=0, progress=False)
+    assert type(fit.guide) is ngvi.AutoHierarchical
+    other = 3.0 * Y
+    fit.resume(other, progress=False)
+    assert fit.why_stopped == "settled"
+    pyro.clear_param_store()
+    fresh = ngvi.fit(model, other, seed=0, progress=False)
+    assert fit.elbo[0] == pytest.approx(fresh.elbo[0], abs=0.3)
 
 
 # --- refusals, and what a block cannot do
