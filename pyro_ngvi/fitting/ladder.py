@@ -70,7 +70,7 @@ def climb(structure: Structure, fit: Callable[..., Any], max_time: float | None)
         choices.append(AutoHierarchical)
     if structure.d <= FLOW:
         choices.append(AutoCouplingFlow)
-    if len(choices) > 1 and has_params(structure):
+    if len(choices) > 1 and _has_params(structure):
         del choices[1:]
     best: Any = None
     fits, rungs, start = [], [], time.monotonic()
@@ -173,7 +173,7 @@ def _rung(guide: str, found: Any, began: float) -> Rung:
     return Rung(guide, k.elbo, k.elbo_error, k.khat, decision, str(found.why_stopped), seconds)
 
 
-def has_params(structure: Structure) -> bool:
+def _has_params(structure: Structure) -> bool:
     """Whether a model has parameters that are trained beside the guide's."""
     model = structure.model
     if isinstance(model, nn.Module) and any(p.requires_grad for p in model.parameters()):

@@ -26,7 +26,7 @@ from ..runtime.run import look
 from ..runtime.store import ModuleParams
 from ..sites.site_guide import SiteGuide
 from .advice import sites_take
-from .ladder import FLOW, has_params
+from .ladder import FLOW
 
 if TYPE_CHECKING:
     from .result import Result
@@ -44,9 +44,9 @@ def way_on(fit: Result) -> str:
     verdict, guide = fit.verdict, fit.guide
     whole = not (fit.is_spread or fit._is_stream)
     richest = isinstance(guide, AutoFlow | AutoOrthogonalFlow)
-    small = fit._structure.d <= FLOW
-    # "auto" would try a flow
-    climbs = whole and small and not (fit.rungs or richest or has_params(fit._structure))
+    # "auto" would try a flow, but of a model with parameters
+    climbs = whole and not fit.rungs and not richest and fit._structure.d <= FLOW
+    climbs = climbs and not getattr(fit.svi.optim, "_has_others", False)
     if fit.khat.rounded and not verdict.ok:
         return ""  # that says what comes first
     if isinstance(guide, AutoHierarchical):
