@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,12 +50,12 @@ class Row(NamedTuple):
         return self.raw[0] <= MEAN and self.raw[1] <= SD
 
 
-def errors(problem: Problem, draws: dict[str, np.ndarray]) -> tuple[float, float]:
+def errors(reference: Any, draws: Mapping[str, Any]) -> tuple[float, float]:
     """The largest error of a mean in reference sds, and the largest factor between sds."""
     means, factors = [0.0], [1.0]
-    for name, mean in problem.mean.items():
-        x, sd = draws[name], problem.sd[name].numpy()
-        means.append(float(np.abs((x.mean(0) - mean.numpy()) / sd).max()))
+    for name, mean in reference.mean.items():
+        x, sd = np.asarray(draws[name]), np.asarray(reference.sd[name])
+        means.append(float(np.abs((x.mean(0) - np.asarray(mean)) / sd).max()))
         factors.append(float(np.exp(np.abs(np.log(x.std(0) / sd))).max()))
     return max(means), max(factors)
 

@@ -15,18 +15,19 @@ import argparse
 import time
 import warnings
 from collections import Counter
+from collections.abc import Set
 from typing import Any, NamedTuple
 
-import numpy as np
 import pyro
 import torch
+from torch import Tensor
 
 import pyro_ngvi as ngvi
 
-from .database import Database, Reference
+from ..reference_posteriors import MEAN, SD, errors
+from .database import Database
 from .models import posterior
 
-MEAN, SD = 0.3, 1.3
 DRAWS = 4000
 
 
@@ -45,22 +46,12 @@ class Row(NamedTuple):
         return self.mean <= MEAN and self.sd <= SD
 
 
-def errors(fit: Any, reference: Reference) -> tuple[float, float]:
-    """The largest error of a mean in reference sds, and the largest factor between sds."""
-    latent = fit.sample(DRAWS, seed=1)
-    others = sorted(reference.mean.keys() - latent.keys())
-    if others:
-        kept = {name: x.detach() for name, x in latent.items()}
-        latent |= ngvi.predict(fit.model, kept, *fit.args, sites=others, from_prior=[])
-    means, factors = [0.0], [1.0]
-    for name, mean in reference.mean.items():
-        x, sd = (
-            latent[name].detach().double().reshape(DRAWS, -1).numpy(),
-            reference.sd[name].ravel(),
-        )
-        means.append(float(np.abs((x.mean(0) - mean.ravel()) / sd).max()))
-        factors.append(float(np.exp(np.abs(np.log(x.std(0) / sd))).max()))
-    return max(means), max(factors)
+def draws(fit: Any, names: Set[str]) -> dict[str, Tensor]:
+    """Of these sites, deterministic ones too, in float64."""
+    found = {name: x.detach() for name, x in fit.sample(DRAWS, seed=1).items()}
+    if others := sorted(names - found.keys()):
+        found |= ngvi.predict(fit.model, found, *fit.args, sites=others, from_prior=[])
+    return {name: found[name].double() for name in names}
 
 
 def judged(name: str, database: Database, guide: Any, seed: int) -> Row:
@@ -70,7 +61,8 @@ def judged(name: str, database: Database, guide: Any, seed: int) -> Row:
     fit = ngvi.fit(model, *args, guide=guide, seed=seed, progress=False)
     verdict = fit.verdict
     seconds = time.process_time() - began
-    found = errors(fit, database.reference(name))
+    reference = database.reference(name)
+    found = errors(reference, draws(fit, reference.mean.keys()))
     return Row(
         name,
         type(fit.guide).__name__,

@@ -19,15 +19,8 @@ from pyro.distributions import constraints
 from torch import Tensor
 
 from ..problems import hierarchical
-from ..problems.posteriordb_models import (
-    autoregression,
-    eight_schools_noncentered,
-    flat_regression,
-    flat_regression_half_cauchy,
-    gaussian_mixture,
-    gaussian_process,
-    normal_regression,
-)
+from ..problems.posteriordb import DIMENSIONS, build, design
+from ..problems.posteriordb_models import flat_regression, flat_regression_half_cauchy
 
 Model = Callable[..., None]
 
@@ -225,20 +218,12 @@ def _tensor(x: Any) -> Any:
     return torch.as_tensor(x, dtype=torch.get_default_dtype()) if isinstance(x, np.ndarray) else x
 
 
-def _columns(*each: np.ndarray) -> np.ndarray:
-    return np.column_stack([np.ones(len(each[0])), *each])
-
-
 def _standard(x: np.ndarray) -> np.ndarray:
     return (x - x.mean()) / (2.0 * x.std(ddof=1))
 
 
 def _build(model: str, d: dict[str, np.ndarray]) -> tuple[Any, ...]:
     match model:
-        case "arK":
-            y, k = d["y"], int(d["K"])
-            lags = np.column_stack([y[k - i : len(y) - i] for i in range(1, k + 1)])
-            return autoregression, lags, y[k:]
         case "arma11":
             return arma, d["y"]
         case "garch11":
@@ -252,8 +237,6 @@ def _build(model: str, d: dict[str, np.ndarray]) -> tuple[Any, ...]:
             return hidden_markov, d["y"]
         case "gp_pois_regr":
             return poisson_process, d["x"], d["k"]
-        case "gp_regr":
-            return gaussian_process, d["x"], d["y"]
         case "lotka_volterra":
             return lotka_volterra, np.concatenate([d["y_init"][None], d["y"]]), d["ts"].tolist()
         case "one_comp_mm_elim_abs":
@@ -268,22 +251,13 @@ def _build(model: str, d: dict[str, np.ndarray]) -> tuple[Any, ...]:
         case "accel_gp":
             bases = [d["Xgp_1"], d["Xgp_sigma_1"]]
             return two_processes, d["Y"], bases, [d["slambda_1"][:, 0], d["slambda_sigma_1"][:, 0]]
-        case "low_dim_gauss_mix":
-            return gaussian_mixture, d["y"]
         case "eight_schools_centered":
             return hierarchical.eight_schools_centered, d["y"], d["sigma"]
-        case "eight_schools_noncentered":
-            return eight_schools_noncentered, d["y"], d["sigma"]
-        case "blr":
-            return normal_regression, d["X"], d["y"]
-        case "nes":
-            ages = [d["age_discrete"] == level for level in (2, 3, 4)]
-            last = (d[c] for c in ("educ1", "gender", "income"))
-            return (
-                flat_regression,
-                _columns(d["real_ideo"], d["race_adj"], *ages, *last),
-                d["partyid7"],
-            )
+        case "blr" | "nes":
+            model = {"blr": "sblri_blr", "nes": "nes1980"}[model]
+    if model in DIMENSIONS:  # in the zoo, of the same data or others alike
+        found, args, _ = build(model, d)
+        return found, *args
     if "kidscore" in model:
         return _kidscore(model, d)
     return (_mesquite if "mesquite" in model else _earnings)(model, d)
@@ -292,7 +266,7 @@ def _build(model: str, d: dict[str, np.ndarray]) -> tuple[Any, ...]:
 def _kidscore(model: str, d: dict[str, np.ndarray]) -> tuple[Any, ...]:
     y, kind = d["kid_score"], model.removeprefix("kidscore_")
     if kind == "mom_work":
-        return flat_regression, _columns(*(d["mom_work"] == level for level in (2, 3, 4))), y
+        return flat_regression, design(*(d["mom_work"] == level for level in (2, 3, 4))), y
     hs, iq = d["mom_hs"], d["mom_iq"]
     centred = {
         "interaction_c": (hs - hs.mean(), iq - iq.mean()),
@@ -301,44 +275,36 @@ def _kidscore(model: str, d: dict[str, np.ndarray]) -> tuple[Any, ...]:
     }
     if kind in centred:
         a, b = centred[kind]
-        return flat_regression, _columns(a, b, a * b), y
-    X = {
-        "momhs": (hs,),
-        "momiq": (iq,),
-        "momhsiq": (hs, iq),
-        "interaction": (hs, iq, hs * iq),
-    }[kind]
-    return flat_regression_half_cauchy, _columns(*X), y
+        return flat_regression, design(a, b, a * b), y
+    X = {"momhs": (hs,), "momiq": (iq,), "momhsiq": (hs, iq)}[kind]
+    return flat_regression_half_cauchy, design(*X), y
 
 
 def _earnings(model: str, d: dict[str, np.ndarray]) -> tuple[Any, ...]:
     earn, height = d["earn"], d["height"]
     male = d["male"]
-    z = 2.0 * _standard(height)
     y = {"earn": earn, "log10earn": np.log10(earn), "logearn": np.log(earn)}[model.split("_")[0]]
     X = {
         "height": (height,),
         "height_male": (height, male),
         "interaction": (height, male, height * male),
-        "interaction_z": (z, male, z * male),
         "logheight_male": (np.log(height), male),
     }[model.split("_", 1)[1]]
-    return flat_regression, _columns(*X), y
+    return flat_regression, design(*X), y
 
 
 def _mesquite(model: str, d: dict[str, np.ndarray]) -> tuple[Any, ...]:
     names = ("diam1", "diam2", "canopy_height", "total_height", "density")
     if model == "mesquite":
-        return flat_regression, _columns(*(d[n] for n in names), d["group"]), d["weight"]
+        return flat_regression, design(*(d[n] for n in names), d["group"]), d["weight"]
     logs = {n: np.log(d[n]) for n in names}
     area = logs["diam1"] + logs["diam2"]
     volume, shape = area + logs["canopy_height"], logs["diam1"] - logs["diam2"]
     height, density, group = logs["total_height"], logs["density"], d["group"]
     X = {
-        "logmesquite": (*logs.values(), group),
         "logmesquite_logvolume": (volume,),
         "logmesquite_logva": (volume, area, group),
         "logmesquite_logvas": (volume, area, shape, height, density, group),
         "logmesquite_logvash": (volume, area, shape, height, group),
     }[model]
-    return flat_regression, _columns(*X), np.log(d["weight"])
+    return flat_regression, design(*X), np.log(d["weight"])

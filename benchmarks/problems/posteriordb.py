@@ -48,7 +48,7 @@ DIMENSIONS = {
 def load(name: str) -> Problem:
     """The problem of that name."""
     record = read(name)
-    model, args, elbo = _build(name, {k: np.asarray(v) for k, v in record["data"].items()})
+    model, args, elbo = build(name, {k: np.asarray(v) for k, v in record["data"].items()})
     reference = record["reference"]["parameters"]
     if model is models.flat_regression:
         optimum = flat_optima(*args)
@@ -85,13 +85,13 @@ def _tensor(value: Any) -> Tensor:
     return torch.as_tensor(np.asarray(value, dtype=np.float64))
 
 
-def _design(*columns: Any) -> np.ndarray:
+def design(*columns: Any) -> np.ndarray:
     """A design matrix with a first column of ones."""
     first = np.ones(len(columns[0]))
     return np.column_stack([first, *(np.asarray(c, dtype=np.float64) for c in columns)])
 
 
-def _build(name: str, data: dict[str, np.ndarray]) -> tuple[Any, tuple[np.ndarray, ...], Any]:
+def build(name: str, data: dict[str, np.ndarray]) -> tuple[Any, tuple[np.ndarray, ...], Any]:
     """The model, its arguments, and its exact ELBO where there is one."""
     match name:
         case "arK":
@@ -110,22 +110,22 @@ def _build(name: str, data: dict[str, np.ndarray]) -> tuple[Any, tuple[np.ndarra
             return models.gaussian_process, (data["x"], data["y"]), None
         case "kidscore_interaction":
             hs, iq = data["mom_hs"], data["mom_iq"]
-            X = _design(hs, iq, hs * iq)
+            X = design(hs, iq, hs * iq)
             y = data["kid_score"].astype(np.float64)
             return models.flat_regression_half_cauchy, (X, y), None
         case "logearn_interaction_z":
             z = (data["height"] - data["height"].mean()) / data["height"].std(ddof=1)
-            X = _design(z, data["male"], z * data["male"])
+            X = design(z, data["male"], z * data["male"])
             return models.flat_regression, (X, np.log(data["earn"])), None
         case "logmesquite":
             names = ("diam1", "diam2", "canopy_height", "total_height", "density")
-            X = _design(*(np.log(data[n]) for n in names), data["group"])
+            X = design(*(np.log(data[n]) for n in names), data["group"])
             return models.flat_regression, (X, np.log(data["weight"])), None
         case "low_dim_gauss_mix":
             return models.gaussian_mixture, (data["y"],), None
         case "nes1980":
             age = data["age_discrete"]
-            X = _design(
+            X = design(
                 data["real_ideo"],
                 data["race_adj"],
                 *(age == level for level in (2, 3, 4)),

@@ -18,6 +18,7 @@ from ..runtime.density import Site, Sites, innermost, site_kind, site_log_prob
 from ..runtime.model_density import map_draws, without_plates
 from ..runtime.pyro_adapter import first_arguments
 from ..runtime.run import Minibatches, look, run_plainly
+from ..runtime.store import listed
 from .draws import compact, refuse_minibatches, sites_of_kind
 
 RETURN = "_RETURN"
@@ -58,7 +59,7 @@ class NewData:
         self.observed = sites_of_kind(self.sites, "observed")
         latent = sites_of_kind(self.sites, "latent")
         if unknown := sorted(asked - self.shapes.keys() - set(map(_dotted, latent))):
-            few = ", ".join(map(repr, latent[:5])) + ", ..." * (len(latent) > 5)
+            few = listed(latent, 5)
             raise ValueError(f"from_prior names {unknown[0]!r}; the latent sites here are {few}.")
         self.values = {name: dotted[_dotted(name)] for name in latent if _dotted(name) in dotted}
         others = dotted.keys() - {_dotted(name) for name in self.values}
@@ -120,7 +121,7 @@ class NewData:
         names = self._followed([n for n in names if _dotted(n) not in self.shapes])
         if not names:
             return []
-        few = ", ".join(map(repr, names[:3])) + ", ..." * (len(names) > 3)
+        few = listed(names, 3)
         return [
             f"There are no draws of the latent sites {few}: they are drawn from the model, given the "
             f"sites before them. Right for the next steps of a chain and for new units: predict(..., "

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import deepcopy
 from itertools import pairwise
 from typing import Any
 
@@ -79,7 +80,7 @@ class PairedFall:
         self.looks.append((steps, now))
         is_block = getattr(getattr(svi.guide, "units", None), "is_block", False)
         if is_block and float(now.mean()) < (self.best[0] if self.best else math.inf):
-            self.best = float(now.mean()), _held(svi.guide)
+            self.best = float(now.mean()), deepcopy(svi.guide.state_dict())
         before = [losses for at, losses in self.looks if 2 * at <= steps]
         if not before:
             return None
@@ -92,23 +93,13 @@ class PairedFall:
         risen = math.isfinite(fall + error) and fall <= -max(RISE, SURE * error)
         if self.best is None or svi.optim._has_others or not risen:
             return False
-        now = _held(svi.guide)
-        _hold(svi.guide, self.best[1])
+        now = deepcopy(svi.guide.state_dict())
+        svi.guide.load_state_dict(self.best[1])
         if float(self._losses().mean()) <= float(self.looks[-1][1].mean()) - RISE:
             return True
-        _hold(svi.guide, now)
+        svi.guide.load_state_dict(now)
         self.looks, self.best = self.looks[-1:], None
         return False
-
-
-def _held(guide: Any) -> dict[str, Tensor]:
-    return {name: x.clone() for name, x in guide.state_dict().items()}
-
-
-@torch.no_grad()
-def _hold(guide: Any, state: dict[str, Tensor]) -> None:
-    for name, x in guide.state_dict().items():
-        x.copy_(state[name])
 
 
 def trimmed_mean(x: Tensor) -> tuple[float, float]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
+
+from ..linalg.host import setting
 
 #: by ``time.monotonic()``
 _END = ContextVar("end", default=math.inf)
@@ -14,24 +15,14 @@ _END = ContextVar("end", default=math.inf)
 _ASKED, GRACE = ContextVar("asked", default=math.inf), 5.0
 
 
-@contextmanager
-def ending_by(end: float) -> Iterator[None]:
+def ending_by(end: float) -> AbstractContextManager[None]:
     """Searches in here end by then, a time of ``time.monotonic()``."""
-    token = _END.set(end)
-    try:
-        yield
-    finally:
-        _END.reset(token)
+    return setting(_END, end)
 
 
-@contextmanager
-def until_asked() -> Iterator[None]:
+def until_asked() -> AbstractContextManager[None]:
     """In here :func:`end_soon` counts."""
-    token = _ASKED.set(math.inf)
-    try:
-        yield
-    finally:
-        _ASKED.reset(token)
+    return setting(_ASKED, math.inf)
 
 
 def end_soon() -> None:

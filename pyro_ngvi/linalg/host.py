@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import partial, reduce, wraps
 from typing import Any, ParamSpec, TypeVar
@@ -27,13 +27,18 @@ _looks_away: ContextVar[bool] = ContextVar("looks_away", default=False)
 
 
 @contextmanager
-def nothing_at_hand() -> Iterator[None]:
-    """While it lasts no tensor is at hand: what is recorded then holds for other numbers too."""
-    token = _looks_away.set(True)
+def setting(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """While it lasts a variable has that value."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        _looks_away.reset(token)
+        variable.reset(token)
+
+
+def nothing_at_hand() -> AbstractContextManager[None]:
+    """While it lasts no tensor is at hand: what is recorded then holds for other numbers too."""
+    return setting(_looks_away, True)
 
 
 def constant(x: Tensor) -> Tensor:

@@ -10,6 +10,8 @@ from itertools import count
 import torch
 from torch import Tensor
 
+from .host import setting
+
 #: columns for each row from which rows are at right angles by themselves, and too long to be kept
 WIDE = 16
 
@@ -67,8 +69,5 @@ class SharedNoise:
                 self._made.append(whole.split(len(noise)))
             return self._made[k][s]
 
-        token = _EVEN.set(part)
-        try:
+        with setting(_EVEN, part):
             yield
-        finally:
-            _EVEN.reset(token)

@@ -26,6 +26,7 @@ from ..families.base import LOG_2PI
 from ..guides.base import AutoFamily, FamilyDistribution
 from ..guides.marginals import factor, place
 from ..guides.reparam import normal_of
+from ..linalg.host import setting
 from .weights import over_rows
 
 _active: ContextVar[_LocalDraws | None] = ContextVar("_active", default=None)
@@ -93,12 +94,8 @@ class LocalModel:
         if not torch.is_grad_enabled():
             return self.model(*args, **kwargs)
         draws = _LocalDraws(self.guide)
-        token = _active.set(draws)
-        try:
-            with draws:
-                result = self.model(*args, **kwargs)
-        finally:
-            _active.reset(token)
+        with setting(_active, draws), draws:
+            result = self.model(*args, **kwargs)
         for name, term in draws.corrections():
             pyro.factor(f"{name}_kl", term, has_rsample=True)
         return result

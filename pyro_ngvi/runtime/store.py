@@ -142,7 +142,7 @@ def check_names(guide: Any, in_use: bool) -> None:
         names = sorted([own, *found], key=_count)
         raise ValueError(
             f"{kind}: Pyro's parameter store was loaded and holds several fits: "
-            f"{_listed(names, 3)}. Name the one that you mean, the last by name={names[-1]!r}, or "
+            f"{listed(names, 3)}. Name the one that you mean, the last by name={names[-1]!r}, or "
             f"begin anew after pyro.clear_param_store()."
         )
     strange = sorted((name for name, new in found.items() if new), key=_count)
@@ -160,7 +160,8 @@ def _count(name: str) -> list[int]:
     return [int(n) for n in re.findall(r"_(\d+)", name)]
 
 
-def _listed(names: list[str], most: int) -> str:
+def listed(names: list[str], most: int) -> str:
+    """The first of them, and that there are more, in a message."""
     return ", ".join(map(repr, names[:most])) + ", ..." * (len(names) > most)
 
 
@@ -181,7 +182,7 @@ class ModuleParams(Messenger):
         if self._replaced and exception[0] is None:
             warnings.warn(
                 f"Pyro's parameter store held other values than the modules of the model, and these "
-                f"have taken them: {_listed(self._replaced, 5)}. If they are not from a store that you "
+                f"have taken them: {listed(self._replaced, 5)}. If they are not from a store that you "
                 f"loaded, call pyro.clear_param_store() before a new fit, and make the model anew.",
                 stacklevel=2,
             )

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
 from tqdm.auto import tqdm
+
+from ..linalg.host import setting
 
 #: seconds after which it appears, and between two lines of a log
 PATIENCE = 10.0
 _SHOWN = ContextVar("shown", default=True)
 
 
-@contextmanager
-def bars_if(shown: bool) -> Iterator[None]:
+def bars_if(shown: bool) -> AbstractContextManager[None]:
     """In here bars appear, or none does."""
-    token = _SHOWN.set(shown)
-    try:
-        yield
-    finally:
-        _SHOWN.reset(token)
+    return setting(_SHOWN, shown)
 
 
 def waiting(doing: str, over: Iterable[Any] | None = None, unit: str = "it") -> Any:
