@@ -17,7 +17,7 @@ probability by more than half of that.
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from functools import partial
 from operator import itemgetter
 from time import thread_time
@@ -40,7 +40,7 @@ from .khat import EVEN, FEWEST, PARETO, KHat, khat_from_log_weights
 from .moved import Moved, by_site
 from .slices import copula
 from .verdict import PATIENCE
-from .weights import MIN_DRAWS, shift_of
+from .weights import MIN_DRAWS, shift_of, systematic_resample
 
 #: draws behind the choice of r and, for each global, behind q's covariance, rounds, and where they end
 DRAWS, EACH, ROUNDS, LIGHT = 1000, 50, 3, 1.0 / 3.0
@@ -112,17 +112,57 @@ def proposal(model: Collapsed, draws: int = DRAWS) -> ExactUnits:
     return min(tried, key=itemgetter(0))[1]
 
 
+def resampled(guide: ExactUnits, num_samples: int) -> dict[str, Tensor]:
+    """Draws (S, ...) of all latent sites of a hierarchy, of globals by their weights."""
+    layout = LatentLayout(guide.collapsed.guide.globals.prototype_trace)
+    theta, weights = weighted_globals(guide, layout, max(num_samples, DRAWS))
+    uniform = float(torch.rand((), dtype=torch.float64))
+    kept = torch.from_numpy(systematic_resample(weights.psis_log_weights, uniform))
+    kept = kept[torch.randperm(len(kept))[:num_samples]]  # copies lie side by side
+    values = layout.unpack(theta[kept.to(theta.device)])
+    return values | guide.collapsed.draw_units(values)
+
+
+@dataclass(frozen=True)
+class Corrected:
+    """The word on a hierarchy whose own draws are off where corrected ones may be taken, and are.
+
+    Attributes:
+        guide: what draws are of, :func:`corrected`.
+        khat: the weights of its globals.
+        own: the word on the draws of the trained guide.
+    """
+
+    guide: ExactUnits
+    khat: KHat
+    own: str
+
+    decision = "intervals"
+    ok, is_rough = True, False
+
+    @property
+    def verdict(self) -> str:
+        """The decision and its reasons, in words."""
+        _, words = decision_on(self.khat, self.guide.collapsed)
+        return f"{words} All that is read of this fit is corrected; its guide alone: {self.own}"
+
+    def __str__(self) -> str:
+        return self.verdict
+
+
 def moved_by_weights(
     model: Any, guide: AutoHierarchical, args: Any, kwargs: Any, draws: int
-) -> tuple[dict[str, Moved], dict[str, Moved]] | None:
+) -> tuple[dict[str, Moved], dict[str, Moved], tuple[ExactUnits, KHat]] | None:
     """By how much a trained guide is off, with its units integrated out, from so many draws of r, or
-    2000 where these leave it open; ``None`` where quadrature or weights are not to be relied on."""
+    2000 where these leave it open, with the guide that has r and its weights; ``None`` where quadrature
+    or weights are not to be relied on."""
     start = thread_time()
     try:
         collapsed = Collapsed(guide, args, kwargs, None)
         if collapsed.is_rough:
             return None
-        fitted = Fitted(model, refined(collapsed, draws), args, kwargs)
+        better = refined(collapsed, draws)
+        fitted = Fitted(model, better, args, kwargs)
         exact = fitted.draw(draws, None)
     except (ValueError, CannotBatch):  # data of several units, a likelihood without vmap
         return None
@@ -147,7 +187,7 @@ def moved_by_weights(
     patient = MORE / draws * (thread_time() - start) <= PATIENCE
     if draws < MORE and undecided and patient:
         return moved_by_weights(model, guide, args, kwargs, MORE)
-    return found
+    return *found, (better, exact.weights)
 
 
 def doubt_of(guide: AutoHierarchical, args: Any, kwargs: Any) -> str:

@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..hierarchy import AutoHierarchical
+from ..hierarchy import AutoHierarchical, ExactUnits
 from ..runtime.density import feasible_value
 from ..runtime.model_density import ModelDensity
 from .chains import ADAPTING, run_chains
-from .correction import moved_by_weights
+from .correction import Corrected, decision_on, moved_by_weights
 from .draws import guide_draws, random_state
 from .khat import BOUNDS, COARSE_MEAN, COARSE_SD, HALF, ROUGH, KHat, right_to
 from .moved import Moved, by_site, moved
@@ -62,7 +62,7 @@ class Diagnosis:
         accepted: share of trajectories that were accepted, after adaptation; NaN without chains.
         modes: how many modes of a mixture, apart from each other, have chains of their own.  ``sites``
             are those of each then, (modes, ...), in its sds, and weights judge the shares of modes.
-        integrated: whether this is of corrected draws of a hierarchy, not of chains.
+        exact: of a hierarchy that corrected draws have judged, not chains, their guide and weights.
     """
 
     sites: dict[str, Moved]
@@ -70,7 +70,21 @@ class Diagnosis:
     khat: KHat = field(repr=False)
     accepted: float
     modes: int = 1
-    integrated: bool = False
+    exact: tuple[ExactUnits, KHat] | None = field(default=None, repr=False)
+
+    @property
+    def integrated(self) -> bool:
+        """Whether this is by corrected draws of a hierarchy, not by chains."""
+        return self.exact is not None
+
+    @property
+    def corrected(self) -> Corrected | None:
+        """Corrected draws, where errors of a third of the bounds are seen and these may be taken."""
+        if self.exact is None or (self.ok and not self.is_rough):
+            return None
+        guide, weights = self.exact
+        taken = decision_on(weights, guide.collapsed)[0] == "intervals"
+        return Corrected(guide, weights, self.verdict) if taken else None
 
     @property
     def _moved(self) -> dict[str, Moved]:
@@ -292,7 +306,7 @@ def without_chains(
     """As :func:`diagnose`, of a hierarchy, by corrected draws, if these can be relied on."""
     with random_state(seed, stream=2):
         judged = moved_by_weights(model, guide, args, kwargs, num_draws)
-    return judged and Diagnosis(*judged, weights, float("nan"), integrated=True)
+    return judged and Diagnosis(*judged[:2], weights, float("nan"), exact=judged[2])
 
 
 def _one_mode(x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._version import __version__
+from ..hierarchy import ExactUnits
 from ..linalg.host import own_random_state
 from ..runtime.density import Sites
 from ..runtime.model_density import map_draws
@@ -94,7 +95,7 @@ def to_arviz(
     Args:
         model: the Pyro model. If a keyword argument of it has the name of an option here, bind
             it first with ``functools.partial``.
-        guide: any trained Pyro guide of it.
+        guide: any trained Pyro guide of it; one of ``corrected`` draws gives these.
         args: those of both, and ``kwargs``: the full data.
         num_samples: S, at least 25.
         prior: whether to add ``prior`` and ``prior_predictive``; every prior must be proper.
@@ -133,10 +134,13 @@ def to_arviz(
     """
     if resample not in (None, "psis"):
         raise ValueError(f'resample must be None or "psis", got {resample!r}.')
-    attrs = {"guide": getattr(guide, "__name__", type(guide).__name__)}
+    trained = guide.collapsed.guide if isinstance(guide, ExactUnits) else guide
+    attrs = {"guide": getattr(trained, "__name__", type(trained).__name__)}
     with random_state(seed):  # apart: a guide's first run ever may draw more than later ones
-        if corrected:
-            guide, resample = corrected_guide(guide, *args, **kwargs), "psis"
+        if corrected and trained is guide:
+            guide = corrected_guide(guide, *args, **kwargs)
+        if corrected := isinstance(guide, ExactUnits):
+            resample = "psis"
         fitted = Fitted(model, guide, args, kwargs, batches=True)
     sites, observed = fitted.sites, sites_of_kind(fitted.sites, "observed")
     if fitted.batches is not None:  # the rest has numbers for each datum

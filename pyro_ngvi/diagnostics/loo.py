@@ -14,6 +14,7 @@ from torch import Tensor
 from ..runtime.density import Sites, site_log_prob
 from ..runtime.model_density import map_draws
 from .arviz_compat import elpd_data
+from .correction import Corrected
 from .diagnosis import Diagnosis
 from .draws import Draws, Fitted, compact, mask_of, random_state, sites_of_kind, with_likelihood
 from .groups import name_dims, observations
@@ -35,7 +36,7 @@ def loo(
     var_name: str | None = None,
     seed: int | None = None,
     batch_size: int | None = None,
-    verdict: KHat | Diagnosis | None = None,
+    verdict: KHat | Diagnosis | Corrected | None = None,
     **kwargs: Any,
 ) -> Any:
     r"""Leaving out one datum in turn, by Pareto-smoothed importance sampling from the guide's draws:
@@ -100,7 +101,7 @@ def loo(
     with random_state(seed):
         draws = fitted.draw(num_samples, batch_size)
         verdict = verdict or judge(fitted, draws, batch_size)
-        weights = verdict.khat if isinstance(verdict, Diagnosis) else verdict
+        weights = verdict if isinstance(verdict, KHat) else verdict.khat
         weigh = weights.decision != "unusable"
         if not verdict.ok and (not weigh or weights.other_modes):
             better = ", and guide.loo() does better" if hasattr(guide, "loo") else ""  # of sites

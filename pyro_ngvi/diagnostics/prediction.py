@@ -10,10 +10,11 @@ import torch
 from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
 
-from ..hierarchy import AutoHierarchical
+from ..hierarchy import AutoHierarchical, ExactUnits
 from ..runtime.density import Sites
 from ..runtime.pyro_adapter import first_arguments
 from ..sites.site_guide import find_sites
+from .correction import resampled
 from .draws import guide_draws, random_state
 from .new_data import NewData, fixed_parameters
 
@@ -82,7 +83,11 @@ def predict(
         >>> predict(model, guide, torch.ones(5, 2), num_samples=100)["y"].shape
         torch.Size([100, 5])
     """
-    if callable(guide):
+    if isinstance(guide, ExactUnits):
+        with random_state(seed):
+            values = resampled(guide, 1000 if num_samples is None else num_samples)
+        guide = guide.collapsed.guide
+    elif callable(guide):
         bound = partial(guide, *args, **kwargs)
         if isinstance(guide, AutoHierarchical) and guide.prototype_trace and guide.units.is_block:
             known, named = first_arguments(guide)  # it knows itself there alone

@@ -25,8 +25,7 @@ from .checkpoint import called
 
 #: latent variables above which a flow costs too much
 FLOW = 100
-#: how much more time the next guide may take than all before it, and seconds that it may in any case;
-#: no more than these after an AutoHierarchical whose corrected draws can be relied on
+#: how much more time the next guide may take than all before it, and seconds that it may in any case
 PATIENCE, SECONDS = 4.0, 10.0
 #: ends of a run that end the climb
 ASKED = "interrupted", "terminated"
@@ -56,7 +55,7 @@ class Rung:
 def climb(structure: Structure, fit: Callable[..., Any], max_time: float | None) -> Any:
     """The best fit, as :func:`pyro_ngvi.fit` says of ``guide="auto"``; of two that no error tells
     apart, the one whose draws may be taken as they are, which are given up only for others that may
-    be; and where those of none may, an ``AutoHierarchical`` whose corrected draws can be relied on.
+    be, as corrected ones of an ``AutoHierarchical``.
     ``fit(guide, max_time, best)`` gives a fit; ``best`` is that of the guides before, or with no guide
     the one to go on with.
 
@@ -79,8 +78,7 @@ def climb(structure: Structure, fit: Callable[..., Any], max_time: float | None)
         if not rungs:
             limit = min(FIRST if len(choices) > 1 else math.inf, total)
         else:
-            patience = 0.0 if getattr(best.verdict, "integrated", False) else PATIENCE
-            limit = min(max(SECONDS, patience * (began - start)), total - (began - start))
+            limit = min(max(SECONDS, PATIENCE * (began - start)), total - (began - start))
         if limit <= 0.0:
             break
         found = best
@@ -117,11 +115,6 @@ def climb(structure: Structure, fit: Callable[..., Any], max_time: float | None)
         done = good and not found.verdict.is_rough
         if (done and not more) or stuck or rung.why_stopped in ASKED:
             break
-    if rungs and not any(rung.decision in ("intervals", "resample") for rung in rungs):
-        judged = fits[: len(rungs)]  # the last may have no verdict
-        # where corrected draws can be relied on
-        exact = (fit for fit in judged if getattr(fit.verdict, "integrated", False))
-        best = next((fit for fit in exact if not _loses_a_mode(fit, of=best)), best)
     left = total - (time.monotonic() - start)
     asked = bool(rungs) and rungs[-1].why_stopped in ASKED
     hurried = len(choices) > 1 and fits[0].why_stopped == "max_time" and not asked

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import diagnostics
 from ..diagnostics import Diagnosis, KHat
-from ..diagnostics.correction import doubt_of
+from ..diagnostics.correction import Corrected, doubt_of, resampled
 from ..diagnostics.diagnosis import without_chains
 from ..diagnostics.draws import guide_draws, random_state
 from ..distributed.processes import is_alone
@@ -147,10 +147,17 @@ class Result:
         return found
 
     @cached_property
-    def verdict(self) -> KHat | Diagnosis:
+    def verdict(self) -> KHat | Diagnosis | Corrected:
+        """Whether to believe what is read: the word on the guide, or on corrected draws of a hierarchy
+        where the guide's own show errors and these may be taken; all have ``decision``, ``ok`` and
+        ``verdict``."""
+        return getattr(self._of_guide, "corrected", None) or self._of_guide
+
+    @cached_property
+    def _of_guide(self) -> KHat | Diagnosis:
         """The diagnosis, or k-hat, where latent variables times data are more than 10,000 (for units of
         a hierarchy points of quadrature times data, 10^5), ``vmap`` cannot run the model, or the data
-        are minibatches; both have ``decision``, ``ok`` and ``verdict``."""
+        are minibatches."""
         if self.is_spread or self._is_stream:
             return self.khat
         guide, d, data = self.guide, self._structure.d, self._structure.data
@@ -165,6 +172,15 @@ class Result:
             elif little:
                 return self.diagnosis
         return self.khat
+
+    @property
+    def _source(self) -> Any:
+        """What draws are of: the guide, or that of corrected ones."""
+        if isinstance(self.guide, AutoHierarchical) and not (self.is_spread or self._is_stream):
+            with suppress(ValueError):  # a guide that is a point in some sites has no verdict
+                if isinstance(self.verdict, Corrected):
+                    return self.verdict.guide
+        return self.guide
 
     @cached_property
     def _verdict_in_words(self) -> str:
@@ -225,13 +241,14 @@ class Result:
 
     @property
     def idata(self) -> Any:
-        """Draws in ArviZ's container, as :func:`pyro_ngvi.to_arviz` gives them by default; without the
-        log likelihoods and predictions of more than 100,000 data, which :meth:`loo` does not need.  Its
+        """Draws in ArviZ's container, as :meth:`to_arviz` gives them by default; without the log
+        likelihoods and predictions of more than 100,000 data, which :meth:`loo` does not need.  Its
         ``attrs["verdict"]`` is that of k-hat until another is asked for: by ``print``, say."""
+        idata = self._idata
         if "verdict" in vars(self):
             words = {"decision": self.verdict.decision, "verdict": self._verdict_in_words}
-            self._idata.attrs.update(words)
-        return self._idata
+            idata.attrs.update(words)
+        return idata
 
     @cached_property
     def _idata(self) -> Any:
@@ -241,11 +258,16 @@ class Result:
 
     def to_arviz(self, **options: Any) -> Any:
         """:func:`pyro_ngvi.to_arviz` of the fit, with its options; without groups of numbers by datum
-        where it was given minibatches alone.  Resampled are the draws of the verdict, if neither
+        where it was given minibatches alone.  Corrected draws of a hierarchy where the guide's own show
+        errors, unless ``corrected`` says otherwise.  Resampled are the draws of the verdict, if neither
         ``num_samples`` nor ``seed`` says otherwise."""
         model, args = self._call
         if options.get("resample"):
             options = {"num_samples": self._draws, "seed": 0} | options
+        if (asked := options.pop("corrected", None)) is not False:
+            return diagnostics.to_arviz(
+                model, self._source, *args, corrected=bool(asked), **options, **self.kwargs
+            )
         return diagnostics.to_arviz(model, self.guide, *args, **options, **self.kwargs)
 
     def summary(self, **options: Any) -> Any:
@@ -262,7 +284,7 @@ class Result:
             with suppress(ValueError):  # there is none of a guide that is a point in some sites
                 how["verdict"] = self.verdict
             self._loo[var_name] = diagnostics.loo(
-                self._call[0], self.guide, *self.args, **how, **self.kwargs
+                self._call[0], self._source, *self.args, **how, **self.kwargs
             )
         return self._loo[var_name]
 
@@ -270,13 +292,15 @@ class Result:
 
     def sample(self, num_samples: int = 1000, seed: int | None = None) -> dict[str, Tensor]:
         """Draws (num_samples, ...) of the latent sites, by name."""
+        source = self._source
         with random_state(seed):
-            guide = partial(self.guide, *self._call[1], **self.kwargs)
-            return guide_draws(guide, num_samples)[0]
+            if source is not self.guide:
+                return resampled(source, num_samples)
+            return guide_draws(partial(source, *self._call[1], **self.kwargs), num_samples)[0]
 
     def predict(self, *args: Any, **options: Any) -> dict[str, Tensor]:
         """:func:`pyro_ngvi.predict` at new arguments."""
-        return diagnostics.predict(self.model, self.guide, *args, **options)
+        return diagnostics.predict(self.model, self._source, *args, **options)
 
     # --- to look at
 

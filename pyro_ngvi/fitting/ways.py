@@ -50,12 +50,11 @@ def way_on(fit: Result) -> str:
     if fit.khat.rounded and not verdict.ok:
         return ""  # that says what comes first
     if isinstance(guide, AutoHierarchical):
-        integrated = isinstance(verdict, Diagnosis) and verdict.integrated
-        if (
-            whole
-            and not verdict.ok
-            and (integrated or can_collapse(guide, *fit.args, **fit.kwargs))
-        ):
+        judged = (
+            isinstance(verdict, Diagnosis) and verdict.integrated
+        )  # where they may not be taken
+        call = guide, *fit.args
+        if whole and not (verdict.ok or judged) and can_collapse(*call, **fit.kwargs):
             return "Or take fit.to_arviz(corrected=True), which has its own verdict."
     elif whole and (units := fit._structure.units) is not None and units.pooled:
         if verdict.ok:

@@ -158,15 +158,55 @@ def test_only_a_truth_value_of_a_callback_ends_a_fit() -> None:
 
 
 def test_the_table_has_the_verdict_of_the_fit() -> None:
-    fit = ngvi.fit(units, torch.tensor([1.0, 2.0, 0.0]), seed=0, max_steps=5, progress=False)
-    other = " Or take fit.to_arviz(corrected=True), which has its own verdict."
+    how: Any = {"guide": "AutoFullRankNormal", "seed": 0, "max_steps": 5, "progress": False}
+    fit = ngvi.fit(units, torch.tensor([1.0, 2.0, 0.0]), **how)
     assert fit.idata.attrs["verdict"] == fit.khat.verdict
     str(fit)
     assert fit.idata.attrs["verdict"] != fit.khat.verdict
     assert fit.idata.attrs["decision"] == fit.verdict.decision
     assert fit.idata.attrs["verdict"] == fit.summary().attrs["verdict"]
-    assert fit.summary().attrs["verdict"] == fit.verdict.verdict + other * (not fit.verdict.ok)
+    assert fit.summary().attrs["verdict"].startswith(fit.verdict.verdict)
     assert isinstance(fit.verdict, ngvi.diagnostics.Diagnosis)
+
+
+def test_what_is_read_of_a_hierarchy_is_corrected_where_its_guide_is_off() -> None:
+    def schools(y: Tensor, s: Tensor) -> None:
+        m: Any = pyro.sample("m", dist.Normal(0.0, 5.0))
+        t: Any = pyro.sample("t", dist.HalfCauchy(5.0))
+        with pyro.plate("schools", len(y)):
+            u = pyro.sample("u", dist.Normal(m, t))
+            pyro.sample("y", dist.Normal(u, s), obs=y)
+
+    y = torch.tensor([28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0])
+    s = torch.tensor([15.0, 10.0, 16.0, 11.0, 9.0, 11.0, 10.0, 18.0])
+    fit = ngvi.fit(schools, y, s, seed=0, progress=False)
+    assert fit.idata.attrs["resample"] == "corrected"  # before anything has asked for the verdict
+    assert fit.idata.attrs["verdict"] == fit.verdict.verdict
+    assert fit.verdict.ok and fit.verdict.verdict in str(fit)
+    assert not fit.diagnosis.ok  # of the guide
+    # by quadrature over m and t, 10^6 points
+    m, x = torch.linspace(-25.0, 35.0, 1000), torch.linspace(-9.0, 5.5, 1000)
+    t = x.exp()
+    log_p = dist.Normal(0.0, 5.0).log_prob(m)[:, None] + dist.HalfCauchy(5.0).log_prob(t) + x
+    sd = (t[:, None] ** 2 + s**2).sqrt()
+    log_p = log_p + dist.Normal(m[:, None, None], sd).log_prob(y).sum(-1)
+    p = torch.softmax(log_p.flatten(), 0).reshape(log_p.shape).sum(0)
+    mean = (p * t).sum()
+    exact = {"t": (mean, (p * t**2).sum().sub(mean**2).sqrt())}
+    exact["x"] = (p @ x, (p @ x**2 - (p @ x) ** 2).sqrt())
+    drawn = torch.from_numpy(fit.idata["posterior"]["t"].values[0])
+    for found in (drawn, fit.sample(1000, seed=1)["t"]):
+        for name, z in {"t": found, "x": found.log()}.items():
+            mean, sd = exact[name]
+            # the sd of 900 draws has a standard error of 5 % where tails are those of t here
+            assert abs(float((z.mean() - mean) / sd)) < 0.13 and abs(float(z.std() / sd) - 1) < 0.2
+    own = torch.from_numpy(fit.to_arviz(corrected=False, seed=0)["posterior"]["t"].values[0])
+    assert abs(float(own.log().std() / exact["x"][1]) - 1) > 0.2
+    assert len(fit.sample(10, seed=0)["u"]) == 10
+    new = fit.predict(y, s, num_samples=20, seed=0, from_prior=[])
+    assert new["y"].shape == (20, 8)
+    alone = ngvi.to_arviz(schools, fit.verdict.guide, y, s, num_samples=50)
+    assert (alone.attrs["guide"], alone.attrs["resample"]) == ("AutoHierarchical", "corrected")
 
 
 @pytest.mark.parametrize("apart", [True, False])
@@ -871,19 +911,11 @@ def test_the_best_of_the_guides_is_kept(monkeypatch: pytest.MonkeyPatch, plain_s
     assert fit.elbo[0] == max(rung.elbo for rung in fit.rungs)
 
 
-@pytest.mark.parametrize("integrated", [True, False])
-def test_where_no_draws_are_usable_corrected_ones_are_preferred(
-    monkeypatch: pytest.MonkeyPatch, integrated: bool
-) -> None:
-    limits = []
-
+def test_where_no_draws_are_usable_the_elbo_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     def fit(guide: Any, max_time: float | None, best: Any) -> Any:
-        limits.append(max_time)
         units = guide is ngvi.AutoHierarchical
         found: Any = Result(structure.model, (), {})
-        found.verdict = SimpleNamespace(
-            decision="unusable", ok=False, integrated=units and integrated
-        )
+        found.verdict = SimpleNamespace(decision="unusable", ok=False)
         elbo = {"elbo": -2.0 if units else -1.0, "elbo_error": 0.01}
         found.khat = SimpleNamespace(khat=0.9, modes=1, missed=None, rounded="", **elbo)
         found.guide, found._structure = guide, structure
@@ -899,13 +931,11 @@ def test_where_no_draws_are_usable_corrected_ones_are_preferred(
     )
     for name in ("verdict", "khat", "guide", "_structure"):  # to be set
         monkeypatch.setattr(Result, name, None)
-    monkeypatch.setattr("pyro_ngvi.fitting.ladder.SECONDS", 1e-9)
     best = climb(structure, fit, None)
     assert [rung.elbo for rung in best.rungs] == [-2.0, -1.0]
-    assert (limits[1] == 1e-9) == integrated
-    assert best.guide is (ngvi.AutoHierarchical if integrated else ngvi.AutoCouplingFlow)
+    assert best.guide is ngvi.AutoCouplingFlow
     told = 'Or take to_arviz(corrected=True) of a fit with guide="AutoHierarchical"'
-    assert integrated or way_on(best).startswith(told)
+    assert way_on(best).startswith(told)
 
 
 def test_the_first_guide_lets_others_pass_and_goes_on_if_it_was_the_best(
@@ -944,7 +974,7 @@ def test_a_distrusted_guide_is_told_of_units(plain_start: None) -> None:
     y = torch.linspace(-3.0, 3.0, 8)
     for guide, told in (("AutoFullRankNormal", True), ("AutoHierarchical", False)):
         fit = ngvi.fit(units, y, guide=guide, seed=0, max_steps=1)
-        assert not fit.verdict.ok
+        assert not (told and fit.verdict.ok)
         assert ("8 units of 1 latent variable (u)" in repr(fit).splitlines()[2]) == told
         how = 'pass guide="AutoHierarchical", or "auto", which goes on to others.'
         assert repr(fit).endswith(how) == told
