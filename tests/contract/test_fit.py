@@ -205,7 +205,8 @@ def test_what_is_read_of_a_hierarchy_is_corrected_where_its_guide_is_off() -> No
     assert len(fit.sample(10, seed=0)["u"]) == 10
     new = fit.predict(y, s, num_samples=20, seed=0, from_prior=[])
     assert new["y"].shape == (20, 8)
-    alone = ngvi.to_arviz(schools, fit.verdict.guide, y, s, num_samples=50)
+    verdict: Any = fit.verdict
+    alone = ngvi.to_arviz(schools, verdict.guide, y, s, num_samples=50)
     assert (alone.attrs["guide"], alone.attrs["resample"]) == ("AutoHierarchical", "corrected")
 
 
