@@ -4,7 +4,7 @@ from ..probing.vectorized import check_vectorized
 from ..runtime.model_density import ModelDensity
 from ..sites.leave_one_out import Influence, SiteLOO
 from .calibration import Calibration, Uniformity, calibrate
-from .correction import corrected
+from .correction import Corrected, corrected
 from .diagnosis import Diagnosis, diagnose
 from .export import to_arviz
 from .khat import KHat, khat_from_log_weights
@@ -19,6 +19,7 @@ from .verdict import khat
 
 __all__ = [
     "Calibration",
+    "Corrected",
     "Diagnosis",
     "Influence",
     "KHat",

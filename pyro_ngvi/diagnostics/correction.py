@@ -118,7 +118,7 @@ def resampled(guide: ExactUnits, num_samples: int) -> dict[str, Tensor]:
     theta, weights = weighted_globals(guide, layout, max(num_samples, DRAWS))
     uniform = float(torch.rand((), dtype=torch.float64))
     kept = torch.from_numpy(systematic_resample(weights.psis_log_weights, uniform))
-    kept = kept[torch.randperm(len(kept))[:num_samples]]  # copies lie side by side
+    kept = kept[torch.randperm(len(kept), device="cpu")[:num_samples]]  # copies lie side by side
     values = layout.unpack(theta[kept.to(theta.device)])
     return values | guide.collapsed.draw_units(values)
 

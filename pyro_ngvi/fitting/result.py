@@ -12,8 +12,8 @@ import numpy as np
 from torch import Tensor
 
 from .. import diagnostics
-from ..diagnostics import Diagnosis, KHat
-from ..diagnostics.correction import Corrected, doubt_of, resampled
+from ..diagnostics import Corrected, Diagnosis, KHat
+from ..diagnostics.correction import doubt_of, resampled
 from ..diagnostics.diagnosis import without_chains
 from ..diagnostics.draws import guide_draws, random_state
 from ..distributed.processes import is_alone
