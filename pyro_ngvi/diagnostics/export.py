@@ -14,13 +14,14 @@ from ..hierarchy import ExactUnits
 from ..linalg.host import own_random_state
 from ..runtime.density import Sites
 from ..runtime.model_density import map_draws
+from ..runtime.store import listed
 from ..runtime.summed_out import SummedOut, given_name
 from .arviz_compat import from_groups
 from .correction import corrected as corrected_guide
 from .correction import decision_on
 from .draws import Fitted, random_state, sites_of_kind, warn_of_rounding, with_likelihood
 from .groups import constants, name_dims, observations, per_draw
-from .new_data import NewData, fixed_parameters, simulate
+from .new_data import NewData, fixed_parameters, shared_sums, simulate
 from .prediction import PREDICTIONS
 from .verdict import judge
 from .weights import systematic_resample
@@ -201,8 +202,14 @@ def to_arviz(
         if drawable := observed if _can_be_drawn(fitted, observed) else []:
             for note in fixed_parameters(fitted.model, sites, draws.values):
                 warnings.warn(note, stacklevel=2)
-        how = num_samples, batch_size
+        how, shared = (num_samples, batch_size), shared_sums(sites, observed)
         if posterior_predictive:
+            if drawable and (unknown := [n for n in shared if n not in values]):
+                warnings.warn(
+                    f"posterior_predictive draws {listed(unknown, 3)}, summed out in the fit, from the "
+                    f"prior, without regard to the data. discrete=True draws them from the posterior.",
+                    stacklevel=2,
+                )
             drawn = simulate(fitted.model, drawable, drawable, values, *how)
             groups["posterior_predictive"] = per_draw(drawn)
         if prior:
@@ -217,7 +224,8 @@ def to_arviz(
                 f"arguments, (X_new,), or a dict of its keyword arguments."
             )
         call = ((), predictions) if isinstance(predictions, Mapping) else (predictions, {})
-        new = NewData(model, {name: values[name] for name in fitted.latent}, *call)
+        known = [*fitted.latent, *shared]
+        new = NewData(model, {name: values[name] for name in known if name in values}, *call)
         for note in [*new.joint(guide), *new.same_units(), *new.new_sites(), *new.same_rows()]:
             warnings.warn(note, stacklevel=2)
         with random_state(seed, PREDICTIONS):

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from ..linalg.host import own_random_state
 from ..runtime.density import Site, Sites, innermost, site_kind, site_log_prob
 from ..runtime.model_density import map_draws, without_plates
-from ..runtime.pyro_adapter import first_arguments
+from ..runtime.pyro_adapter import first_arguments, is_marked
 from ..runtime.run import Minibatches, look, run_plainly
 from ..runtime.store import listed
 from .draws import compact, refuse_minibatches, sites_of_kind
@@ -61,7 +61,8 @@ class NewData:
         if unknown := sorted(asked - self.shapes.keys() - set(map(_dotted, latent))):
             few = listed(latent, 5)
             raise ValueError(f"from_prior names {unknown[0]!r}; the latent sites here are {few}.")
-        self.values = {name: dotted[_dotted(name)] for name in latent if _dotted(name) in dotted}
+        known = [n for n in self.sites if n in latent or is_marked(self.sites[n])]
+        self.values = {name: dotted[_dotted(name)] for name in known if _dotted(name) in dotted}
         others = dotted.keys() - {_dotted(name) for name in self.values}
         if may_lack and self.values:
             others &= {_dotted(name) for name in self.observed}
@@ -118,7 +119,15 @@ class NewData:
     def new_sites(self) -> list[str]:
         """A warning about latent sites that the fit did not have, where others depend on them."""
         names = [n for n in self.new if site_kind(self.sites[n]) == "latent"]
-        names = self._followed([n for n in names if _dotted(n) not in self.shapes])
+        names = [n for n in names if _dotted(n) not in self.shapes]
+        if shared := [n for n in shared_sums(self.sites, self._random(self.new)) if n in names]:
+            few = listed(shared, 3)
+            return [
+                f"{few}: summed out, and drawn from the prior here, without regard to the data. From "
+                f"the posterior: predict(model, fit.to_arviz(discrete=True), ...). For new units: "
+                f"from_prior=[{few}]."
+            ]
+        names = self._followed(names)
         if not names:
             return []
         few = listed(names, 3)
@@ -178,6 +187,15 @@ class NewData:
             for frame in self.sites[name]["cond_indep_stack"]
             if frame.vectorized and frame.name in plates
         ]
+
+
+def shared_sums(sites: Sites, data: Collection[str]) -> list[str]:
+    """Sites that are summed out and that several ``data`` have in common: what these say of them counts
+    for new data too, where that of a single datum's own, as the label of a mixture, does not."""
+    frames = {name: {f.name for f in site["cond_indep_stack"]} for name, site in sites.items()}
+    marked = [name for name, site in sites.items() if is_marked(site)]
+    around = [frames[name] for name in data if name not in marked]
+    return [name for name in marked if any(frames[name] < plates for plates in around)]
 
 
 def _without_last(x: Any, size: int) -> Any:

@@ -150,8 +150,14 @@ def restore(
         # guides of ours that do not know their sites yet keep it, and do not search for a start
         guide.load_state_dict(own["state"], strict=False)
     # a step without its end: guide and model make their parameters, and the loss knows the model
-    with gradients_taken_back(block for _, block in find_blocks(guide)):
-        svi.loss_and_grads(model, guide, *args, **kwargs)
+    try:
+        with gradients_taken_back(block for _, block in find_blocks(guide)):
+            svi.loss_and_grads(model, guide, *args, **kwargs)
+    except TypeError as error:
+        if args or kwargs:
+            raise
+        why = f"{error}. Give load the arguments of the run, as ngvi.load(path, model, X, y)"
+        raise ValueError(f"{path}: {why}.") from error
     if _latents(guide) != own["latents"]:
         raise ValueError(
             f"{path} is of another model: its latent sites are {_listed(own['latents'])}, and here "

@@ -1233,10 +1233,10 @@ def test_a_loaded_fit_knows_what_it_knew(tmp_path: Path) -> None:
     fit.save(tmp_path / "run")
     loaded = ngvi.load(tmp_path / "run", logistic)
     assert loaded.stop.looks == fit.stop.looks and loaded.stop.steps == fit.stop.steps
-    with pytest.raises(
-        TypeError, match=r"logistic\(\) missing 1 required positional argument: 'X'"
-    ):
-        loaded.save(tmp_path / "other")
+    missing = r"missing 1 required positional argument: 'X'. Give load the arguments of the run"
+    for read in (lambda: loaded.save(tmp_path / "other"), lambda: loaded.predict(A, b)):
+        with pytest.raises(ValueError, match=missing):
+            read()
     loaded = ngvi.load(tmp_path / "run", logistic, A, b)
     assert repr(loaded).splitlines()[:2] == repr(fit).splitlines()[:2]
 

@@ -199,6 +199,33 @@ def test_arviz_of_a_mixture(discrete):
         torch.testing.assert_close(mean, loc.gather(1, z.long()))
 
 
+def test_predictions_know_discrete_draws_that_data_have_in_common():
+    x = torch.linspace(-2.0, 2.0, 30)
+
+    def model(x, y=None):
+        a = pyro.sample("a", dist.Normal(0.0, 3.0))
+        up = pyro.sample("up", dist.Bernoulli(0.5), infer=DISCRETE)
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(a + (4 * up - 2) * x, 0.5), obs=y)
+
+    fit = ngvi.fit(model, x, 1 + 2 * x, seed=0, progress=False)  # P(up = 1 | y) is 1 but for e^-900
+    new = torch.tensor([-1.0, 0.0, 1.0])
+    with pytest.warns(UserWarning, match="share an enumerated variable"):
+        kept = fit.to_arviz(discrete=True, num_samples=200, seed=0, predictions=(new,))
+    draws = {n: torch.from_numpy(kept["posterior"][n].values[0]) for n in ("a", "up")}
+    known = [ngvi.predict(model, k, new, seed=1)["y"] for k in (kept, draws)]
+    known.append(torch.from_numpy(kept["predictions"]["y"].values[0]))
+    for y in known:
+        # the mean of 200 has a standard error of .036
+        torch.testing.assert_close(y.mean(0), 1 + 2 * new, rtol=0, atol=0.15)
+    anew = ngvi.predict(model, kept, new, seed=1, from_prior=["up"])["y"]
+    assert anew.std(0)[0] > 1.5
+    with pytest.warns(UserWarning, match="'up': summed out, and drawn from the prior here"):
+        fit.predict(new, num_samples=20)
+    with pytest.warns(UserWarning, match="posterior_predictive draws 'up'"):
+        fit.to_arviz(num_samples=50, log_likelihood=False)
+
+
 def test_discrete_draws_have_the_exact_probabilities():
     def model():
         x = pyro.sample("x", dist.Normal(0.0, 1e-9))
