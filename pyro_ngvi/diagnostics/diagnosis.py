@@ -79,8 +79,10 @@ class Diagnosis:
 
     @property
     def corrected(self) -> Corrected | None:
-        """Corrected draws, where errors of a third of the bounds are seen and these may be taken."""
-        if self.exact is None or (self.ok and not self.is_rough):
+        """Corrected draws, where errors of a third of the bounds are seen, and no other mode, and these
+        may be taken."""
+        apart = self.khat.other_modes or self._missed
+        if self.exact is None or apart or (self.ok and not self.is_rough):
             return None
         guide, weights = self.exact
         taken = decision_on(weights, guide.collapsed)[0] == "intervals"

@@ -50,9 +50,8 @@ def way_on(fit: Result) -> str:
     if fit.khat.rounded and not verdict.ok:
         return ""  # that says what comes first
     if isinstance(guide, AutoHierarchical):
-        judged = (
-            isinstance(verdict, Diagnosis) and verdict.integrated
-        )  # where they may not be taken
+        # corrected draws, which may not be taken then
+        judged = isinstance(verdict, Diagnosis) and verdict.integrated
         call = guide, *fit.args
         if whole and not (verdict.ok or judged) and can_collapse(*call, **fit.kwargs):
             return "Or take fit.to_arviz(corrected=True), which has its own verdict."
