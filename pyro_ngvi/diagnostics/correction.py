@@ -35,12 +35,12 @@ from ..hierarchy.marginal import MOST, ORDERS, point_count
 from ..runtime.density import LatentLayout
 from ..runtime.model_density import NaNWhereSingular, batched_trace
 from ..runtime.run import CannotBatch
-from .draws import Fitted, guide_draws
+from .draws import Fitted, guide_draws, resample
 from .khat import EVEN, FEWEST, PARETO, KHat, khat_from_log_weights
 from .moved import Moved, by_site
 from .slices import copula
 from .verdict import PATIENCE
-from .weights import MIN_DRAWS, shift_of, systematic_resample
+from .weights import MIN_DRAWS, shift_of
 
 #: draws behind the choice of r and, for each global, behind q's covariance, rounds, and where they end
 DRAWS, EACH, ROUNDS, LIGHT = 1000, 50, 3, 1.0 / 3.0
@@ -75,7 +75,7 @@ def corrected(guide: Any, *args: Any, points: int | None = None, **kwargs: Any) 
 def refined(model: Collapsed, draws: int = DRAWS) -> ExactUnits:
     """:func:`proposal` with as many points as its own draws need, at most 1024 for a unit."""
     exact, units = proposal(model, draws), model.units
-    layout = LatentLayout(model.guide.globals.prototype_trace)
+    layout = model.layout
     while units.width in ORDERS and not units.is_block:
         count = 2 * model.point_count
         if count > MOST or point_count(units, count)[1] > MOST_POINTS:
@@ -92,7 +92,7 @@ def refined(model: Collapsed, draws: int = DRAWS) -> ExactUnits:
 
 def proposal(model: Collapsed, draws: int = DRAWS) -> ExactUnits:
     """With that r(v) of the smallest k-hat among a few."""
-    layout, tried = LatentLayout(model.guide.globals.prototype_trace), []
+    layout, tried = model.layout, []
     theta, _ = _drawn(ExactUnits(model), layout, max(draws, EACH * layout.dim))
     mean, covariance = theta.mean(0), theta.mT.cov().reshape(2 * theta.shape[1:])
     if bool((theta == theta[0]).all(0).any()):  # a guide that is a point in some of them
@@ -114,10 +114,9 @@ def proposal(model: Collapsed, draws: int = DRAWS) -> ExactUnits:
 
 def resampled(guide: ExactUnits, num_samples: int) -> dict[str, Tensor]:
     """Draws (S, ...) of all latent sites of a hierarchy, of globals by their weights."""
-    layout = LatentLayout(guide.collapsed.guide.globals.prototype_trace)
+    layout = guide.collapsed.layout
     theta, weights = weighted_globals(guide, layout, max(num_samples, DRAWS))
-    uniform = float(torch.rand((), dtype=torch.float64))
-    kept = torch.from_numpy(systematic_resample(weights.psis_log_weights, uniform))
+    kept = torch.from_numpy(resample(weights)[0])
     kept = kept[torch.randperm(len(kept), device="cpu")[:num_samples]]  # copies lie side by side
     values = layout.unpack(theta[kept.to(theta.device)])
     return values | guide.collapsed.draw_units(values)

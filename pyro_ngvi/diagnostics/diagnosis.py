@@ -308,7 +308,10 @@ def without_chains(
     """As :func:`diagnose`, of a hierarchy, by corrected draws, if these can be relied on."""
     with random_state(seed, stream=2):
         judged = moved_by_weights(model, guide, args, kwargs, num_draws)
-    return judged and Diagnosis(*judged[:2], weights, float("nan"), exact=judged[2])
+    if judged is None:
+        return None
+    sites, unconstrained, exact = judged
+    return Diagnosis(sites, unconstrained, weights, float("nan"), exact=exact)
 
 
 def _one_mode(x: Tensor) -> Tensor:

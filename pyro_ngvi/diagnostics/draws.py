@@ -37,6 +37,7 @@ from ..runtime.run import Minibatches, look, run_both
 from ..runtime.summed_out import summed_out
 from .khat import KHat, khat_from_log_weights
 from .over_batches import OverBatches, need_all_data
+from .weights import systematic_resample
 
 MOST_DOUBLES = 10_000_000  # in an array that is stored in float64
 
@@ -76,6 +77,15 @@ class Draws:
         """The latent sites of which all draws are one point, as from an AutoDelta for a part."""
         drawn = {n: x for n, x in self.values.items() if x.numel() and x.is_floating_point()}
         return ", ".join(repr(name) for name, x in drawn.items() if bool((x == x[0]).all()))
+
+
+def resample(weights: KHat) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers (S,) of the draws, with copies, that stand for exact ones, and the log of the weights, of
+    sum one, by which they do: smoothed ones where the tail has a mean."""
+    heavy = weights.tail_is_too_heavy
+    log_weights = weights.log_weights if heavy else weights.psis_log_weights
+    uniform = float(torch.rand((), dtype=torch.float64))
+    return systematic_resample(log_weights, uniform), log_weights
 
 
 @contextmanager

@@ -20,11 +20,11 @@ from .arviz_compat import from_groups
 from .correction import corrected as corrected_guide
 from .correction import decision_on
 from .draws import Fitted, random_state, sites_of_kind, warn_of_rounding, with_likelihood
+from .draws import resample as resampled_by
 from .groups import constants, name_dims, observations, per_draw
 from .new_data import NewData, fixed_parameters, shared_sums, simulate
 from .prediction import PREDICTIONS
 from .verdict import judge
-from .weights import systematic_resample
 
 
 def to_arviz(
@@ -138,7 +138,7 @@ def to_arviz(
     trained = guide.collapsed.guide if isinstance(guide, ExactUnits) else guide
     attrs = {"guide": getattr(trained, "__name__", type(trained).__name__)}
     with random_state(seed):  # apart: a guide's first run ever may draw more than later ones
-        if corrected and trained is guide:
+        if corrected and not isinstance(guide, ExactUnits):
             guide = corrected_guide(guide, *args, **kwargs)
         if corrected := isinstance(guide, ExactUnits):
             resample = "psis"
@@ -185,13 +185,12 @@ def to_arviz(
         }
         stats = {"lp": draws.log_joint, "log_q": draws.log_q, "log_weights": own.log_weights}
         if resample:
-            weights = own.log_weights if own.tail_is_too_heavy else own.psis_log_weights
+            kept, weights = resampled_by(own)
             asked = "corrected=True" if corrected else 'resample="psis"'
             if decision == "unusable" or found.wanted:
                 how = "cannot be relied on here" if decision == "unusable" else "wants more draws"
                 how += f", num_samples={found.wanted}" * (decision == "intervals")
                 warnings.warn(f"{asked} {how}. {verdict}", RuntimeWarning, stacklevel=2)
-            kept = systematic_resample(weights, float(torch.rand((), dtype=torch.float64)))
             values = {n: x[torch.from_numpy(kept).to(x.device)] for n, x in values.items()}
             stats["resampled_from"] = kept
             for group in groups.values():

@@ -120,21 +120,24 @@ class NewData:
         """A warning about latent sites that the fit did not have, where others depend on them."""
         names = [n for n in self.new if site_kind(self.sites[n]) == "latent"]
         names = [n for n in names if _dotted(n) not in self.shapes]
-        if shared := [n for n in shared_sums(self.sites, self._random(self.new)) if n in names]:
+        shared = [n for n in shared_sums(self.sites, self._random(self.new)) if n in names]
+        notes = []
+        if shared:
             few = listed(shared, 3)
-            return [
+            notes = [
                 f"{few}: summed out, and drawn from the prior here, without regard to the data. From "
                 f"the posterior: predict(model, fit.to_arviz(discrete=True), ...). For new units: "
                 f"from_prior=[{few}]."
             ]
-        names = self._followed(names)
+        names = self._followed([n for n in names if n not in shared])
         if not names:
-            return []
+            return notes
         few = listed(names, 3)
         return [
+            *notes,
             f"There are no draws of the latent sites {few}: they are drawn from the model, given the "
             f"sites before them. Right for the next steps of a chain and for new units: predict(..., "
-            f"from_prior=[{few}]) says so."
+            f"from_prior=[{few}]) says so.",
         ]
 
     def _followed(self, names: Collection[str]) -> list[str]:

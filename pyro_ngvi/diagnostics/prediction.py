@@ -83,9 +83,10 @@ def predict(
         >>> predict(model, guide, torch.ones(5, 2), num_samples=100)["y"].shape
         torch.Size([100, 5])
     """
+    count = 1000 if num_samples is None else num_samples
     if isinstance(guide, ExactUnits):
         with random_state(seed):
-            values = resampled(guide, 1000 if num_samples is None else num_samples)
+            values = resampled(guide, count)
         guide = guide.collapsed.guide
     elif callable(guide):
         bound = partial(guide, *args, **kwargs)
@@ -94,7 +95,7 @@ def predict(
             bound = partial(guide, *known, **named)
         try:
             with random_state(seed):
-                values, _ = guide_draws(bound, 1000 if num_samples is None else num_samples)
+                values, _ = guide_draws(bound, count)
         except (TypeError, AttributeError, RuntimeError) as error:
             reason = str(error).split(". ")[0]
             raise ValueError(

@@ -124,10 +124,10 @@ def loo_units(
             f"loo_units leaves out one unit after the other, and all is one block here: {guide.units}. "
             f"Take pyro_ngvi.diagnostics.loo, which leaves out data."
         )
-    layout = LatentLayout(guide.globals.prototype_trace)
     with random_state(seed), torch.no_grad(), poutine.block():
         model = Collapsed(guide, args, kwargs, points)
         model.warn()
+        layout = model.layout
         found, weights = _found(model, ExactUnits(model), layout, num_draws)
         if not is_light(weights) or (found.khat > PARETO).any():
             better, weights = _found(model, refined(model), layout, num_draws)

@@ -54,10 +54,9 @@ class Rung:
 
 def climb(structure: Structure, fit: Callable[..., Any], max_time: float | None) -> Any:
     """The best fit, as :func:`pyro_ngvi.fit` says of ``guide="auto"``; of two that no error tells
-    apart, the one whose draws may be taken as they are, which are given up only for others that may
-    be, as corrected ones of an ``AutoHierarchical``.
-    ``fit(guide, max_time, best)`` gives a fit; ``best`` is that of the guides before, or with no guide
-    the one to go on with.
+    apart, the one whose draws, or corrected ones, may be taken as they are, which are given up only for
+    others that may be.  ``fit(guide, max_time, best)`` gives a fit; ``best`` is that of the guides
+    before, or with no guide the one to go on with.
 
     A mixture follows where the search for a start has found several modes, where draws of the prior
     show that a guide after the first missed one or that the first did and the next one left its own,

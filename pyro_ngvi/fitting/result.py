@@ -264,11 +264,10 @@ class Result:
         model, args = self._call
         if options.get("resample"):
             options = {"num_samples": self._draws, "seed": 0} | options
-        if (asked := options.pop("corrected", None)) is not False:
-            return diagnostics.to_arviz(
-                model, self._source, *args, corrected=bool(asked), **options, **self.kwargs
-            )
-        return diagnostics.to_arviz(model, self.guide, *args, **options, **self.kwargs)
+        asked = options.pop("corrected", None)
+        guide = self.guide if asked is False else self._source
+        options["corrected"] = bool(asked)
+        return diagnostics.to_arviz(model, guide, *args, **options, **self.kwargs)
 
     def summary(self, **options: Any) -> Any:
         """ArviZ's table with the verdict under it: :func:`pyro_ngvi.summary`."""
@@ -291,7 +290,7 @@ class Result:
     # --- draws
 
     def sample(self, num_samples: int = 1000, seed: int | None = None) -> dict[str, Tensor]:
-        """Draws (num_samples, ...) of the latent sites, by name."""
+        """Draws (num_samples, ...) of the latent sites, by name; corrected where :attr:`idata` is."""
         source = self._source
         with random_state(seed):
             if source is not self.guide:
@@ -299,7 +298,7 @@ class Result:
             return guide_draws(partial(source, *self._call[1], **self.kwargs), num_samples)[0]
 
     def predict(self, *args: Any, **options: Any) -> dict[str, Tensor]:
-        """:func:`pyro_ngvi.predict` at new arguments."""
+        """:func:`pyro_ngvi.predict` at new arguments, from such draws."""
         return diagnostics.predict(self.model, self._source, *args, **options)
 
     # --- to look at

@@ -30,7 +30,7 @@ from torch import Tensor
 from ..linalg.host import own_random_state
 from ..linalg.products import matvec
 from ..linalg.triangles import cholesky
-from ..runtime.density import Sites, free_dim, is_minibatch, with_density
+from ..runtime.density import LatentLayout, Sites, free_dim, is_minibatch, with_density
 from ..runtime.run import Minibatches, look, run_plainly
 from .conditional import Conditionals
 from .guide import AutoHierarchical
@@ -174,6 +174,11 @@ class Collapsed:
         self.is_rough = self.error > (NOISE if block else NOTICED)
         #: whether that is too much for draws of a block, which such a density would seem to bear out
         self.too_rough = block and self.is_rough
+
+    @property
+    def layout(self) -> LatentLayout:
+        """The globals as one vector."""
+        return LatentLayout(self.guide.globals.prototype_trace)
 
     @cached_property
     def missed(self) -> dict[int, float]:
