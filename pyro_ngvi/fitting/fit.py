@@ -16,8 +16,6 @@ from typing import Any
 import pyro
 import torch
 from pyro import poutine
-from torch import Tensor, nn
-from torch.distributions import constraints, transform_to
 
 from ..compiled import CompiledSVI
 from ..compiled import compile as compile_svi
@@ -27,13 +25,13 @@ from ..guides.deadline import ending_by
 from ..linalg.host import own_random_state
 from ..optim.rule import require
 from ..runtime.checks import check_missing
-from ..runtime.pyro_adapter import constraint_of
-from ..runtime.run import Minibatches, look, run_both
+from ..runtime.run import Minibatches, look
 from ..runtime.store import ModuleParams
 from .advice import Advice, Structure, advise
 from .batches import Batches
 from .checkpoint import called, collect, restore, write
 from .door import check_guide_of, check_names, check_sums, is_true, take_guide
+from .kept import Kept
 from .ladder import climb
 from .progress import Progress, signals
 from .result import Result
@@ -83,8 +81,7 @@ class Fit(Result):
         self.compile = compile
         self._saved: dict[str, Any] | None = None
         self._path: Any = None
-        #: by name, with constraints
-        self._params: dict[str, tuple[Tensor, Any]] = {}
+        self._kept = Kept()
         self._own = object()
         #: whether no step has seen the arguments of now
         self._unseen = True
@@ -120,7 +117,7 @@ class Fit(Result):
             self.stop.batches = Batches(data)
         take_guide(self.svi.guide, self._own)
         self.put_back()
-        self._params = {}  # not to be put back in the middle of the run
+        self._kept = Kept()  # nothing is put back in the middle of the run
         stop = self.stop
         stop.limit(max_steps, max_time, tol)
         if checkpoint is not None and not Path(checkpoint).parent.is_dir():
@@ -154,7 +151,7 @@ class Fit(Result):
         finally:
             bar.close()
         if self.why_stopped != "diverged":  # nor could guide and model run
-            self._keep_params()
+            self._kept.keep(self.model, self.svi.guide, self._last, self.kwargs)
         if checkpoint is not None:
             self.save(checkpoint)
         if self.is_spread:  # now, as print(fit) may be a call of one rank
@@ -207,28 +204,11 @@ class Fit(Result):
         }
         write(path, collect(self.svi, self.stop, self.batches, {"fit": record}))
 
-    def _keep_params(self) -> None:
-        """Copy the parameters that a later fit would train on, as they go by name."""
-        svi = self.svi
-        modules = [part for part in (self.model, svi.guide) if isinstance(part, nn.Module)]
-        own = {id(p) for part in modules for p in part.parameters()}
-        with own_random_state(), torch.no_grad(), pyro.validation_enabled(False):
-            ran = run_both(self.model, svi.guide, self._last, self.kwargs, Minibatches())
-        names = {name for handler in ran for name in handler.params}
-        self._params = {
-            name: (p.detach().clone(), constraint_of(name) or constraints.real)
-            for name, p in pyro.get_param_store().named_parameters()
-            if name in names and id(p) not in own
-        }
-
     def put_back(self) -> None:
         """Restore parameters that another fit has trained on, or that have left Pyro's store, and what
         was loaded from a file."""
         check_guide_of(self.svi.guide, self._own)
-        store: Any = pyro.get_param_store()
-        for name, (p, constraint) in self._params.items():
-            held = store.setdefault(name, transform_to(constraint)(p), constraint)
-            held.unconstrained().data.copy_(p)
+        self._kept.put_back()
         if self._saved is None:
             return
         if (self.batches is None) != (self._saved["batches"] is None):

@@ -67,11 +67,13 @@ def find_mode(guide: Any, start: Tensor, args: Any, kwargs: Any) -> Tensor:
     return mode_of(_density_alone(model, start, args, kwargs), start)
 
 
-def mode_of(density: ModelDensity, start: Tensor, history: int = 100) -> Tensor:
+def mode_of(
+    density: Callable[[Tensor], Tensor], start: Tensor, history: int = 100, steps: int = 50
+) -> Tensor:
     """The mode near ``start`` (d,), or ``start``, by L-BFGS that keeps ``history`` past steps."""
     theta = start.detach().clone().requires_grad_(True)
     optimizer = torch.optim.LBFGS(
-        [theta], max_iter=50, history_size=history, line_search_fn="strong_wolfe"
+        [theta], max_iter=steps, history_size=history, line_search_fn="strong_wolfe"
     )
 
     def closure() -> Tensor:

@@ -96,6 +96,8 @@ class FirstCall(MadeAtFirstCall, AutoContinuous):
     search: Callable[..., Found] = staticmethod(best_gaussian)
     #: after a search for a Gaussian: what it saw, in words by ``str``
     start_report: Found | None = None
+    #: another point to start at, of the one that it is given; of who makes this guide part of another
+    find_start: Callable[[Tensor], Tensor] | None = None
 
     def __init__(
         self,
@@ -160,6 +162,9 @@ class FirstCall(MadeAtFirstCall, AutoContinuous):
 
     def _start(self, loc: Tensor, args: Any, kwargs: Any) -> Tensors:
         """The first parameters, around ``loc``."""
+        if self.find_start is not None and self._waiting_state is None:
+            loc = self.find_start(loc)
+        self.find_start = None
         if self.init == "map":
             loc = find_mode(self, loc, args, kwargs)
         params = self.family.init(loc, self.init_scale)

@@ -26,6 +26,7 @@ from .conditional import Conditionals, antithetic, mixture_quantiles
 from .find import check_index, find_units
 from .marginal import at_globals, integrated, told_apart
 from .runs import Call, Drawn, Given
+from .start import better_start
 from .table import SiteTable
 from .units import Units
 
@@ -107,9 +108,8 @@ class AutoHierarchical(MadeAtFirstCall):
         self._wanted = locals if isinstance(locals, Units | None) else list(locals)
         self._units: Units | None = None
         outer: Any = poutine.block(model, hide_fn=self._is_local)
-        # a search for a start would see the units at random draws from their prior
-        ours = isinstance(globals, type) and issubclass(globals, AutoFamily)
-        self.globals = globals(outer, init=None) if ours else globals(outer)
+        self._ours = isinstance(globals, type) and issubclass(globals, AutoFamily)
+        self.globals = globals(outer, init=None) if self._ours else globals(outer)
         if not isinstance(self.globals, AutoGuide):
             raise ValueError(
                 f"AutoHierarchical: globals= makes an autoguide of a model, such as "
@@ -134,7 +134,7 @@ class AutoHierarchical(MadeAtFirstCall):
         """Pyro's guides of parts ask it of the guide that they are parts of."""
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        model = self._call(args, kwargs).model
+        call = self._call(args, kwargs)
         if self.master is not None:
             raise ValueError(
                 "AutoHierarchical must see all latent sites, so it is no part of an AutoGuideList. Let "
@@ -142,11 +142,13 @@ class AutoHierarchical(MadeAtFirstCall):
             )
         with self._loading_waiting_state(), model_under(self, FlatPriors()):
             super()._setup_prototype(*args, **kwargs)
-            units = find_units(model, args, kwargs, self._wanted)
+            units = find_units(call.model, args, kwargs, self._wanted)
             nodes = self.prototype_trace.nodes
             like = nodes[units.names[0]]["value"].detach()
             followed = sum(nodes[name]["value"].numel() for name in units.followed)
             self.sites, self._units = SiteTable(like, units.size, units.width, followed), units
+            if self._ours:
+                self.globals.find_start = partial(better_start, units, call, self.globals)
 
     def draw_units(
         self,
@@ -218,12 +220,11 @@ class AutoHierarchical(MadeAtFirstCall):
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Draw all latent sites: a dict of values by name."""
-        if self.prototype_trace is None:
+        if not self.prototype_trace:
             self._setup_prototype(*args, **kwargs)
         with poutine.block():
             self._create_plates(*args, **kwargs)
-        trace: Any = self.prototype_trace
-        values, nodes = dict(self.globals(*args, **kwargs)), trace.nodes
+        values, nodes = dict(self.globals(*args, **kwargs)), self.prototype_trace.nodes
         for name, value in values.items():
             if value.dim() > nodes[name]["value"].dim():
                 raise ValueError(
@@ -330,10 +331,9 @@ class AutoHierarchical(MadeAtFirstCall):
 
     def add(self, count: int) -> None:
         """Make room for ``count`` units more, which come after those of before, by their prior."""
-        every = torch.arange(self.units.countable)
         if not isinstance(count, Integral) or count < 1:
             raise ValueError(f"count is how many units come, at least 1, got {count!r}.")
-        self.sites.keep(every, count)
+        self.sites.keep(torch.arange(self.units.countable), count)
 
     def remove(self, indices: Tensor | Sequence[int]) -> None:
         """Forget the units of these numbers; the others close up."""

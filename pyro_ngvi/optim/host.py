@@ -251,6 +251,7 @@ class NaturalGradientOptim(PyroOptim):
         self._has_others = self._has_others or bool(ordered)
         if ordered and (self.others is None or self._is_to_tell):
             names = ", ".join(str(store.param_name(p)) for p in ordered[:3])
+            names += ", ..." * (len(ordered) > 3)
             name = type(self).__name__
             if self.others is None:
                 raise ValueError(

@@ -78,11 +78,12 @@ STAND_INS: tuple[tuple[Any, str, Any, Any], ...] = (
 
 @contextmanager
 def stand_ins() -> Iterator[None]:
-    """Within it the distributions run under ``vmap``."""
+    """Within it the distributions run under ``vmap``; a run within a run leaves them as they were."""
+    before = [getattr(place, name) for place, name, _, _ in STAND_INS]
     for place, name, _, other in STAND_INS:
         setattr(place, name, other)
     try:
         yield
     finally:
-        for place, name, given, _ in STAND_INS:
-            setattr(place, name, given)
+        for (place, name, _, _), was in zip(STAND_INS, before, strict=True):
+            setattr(place, name, was)

@@ -18,7 +18,7 @@ import torch
 from pyro.nn import PyroModule
 from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
-from torch.distributions import constraints
+from torch.distributions import constraints, transform_to
 
 # a store's file then loads with weights_only=True: our parameters have no other constraint
 torch.serialization.add_safe_globals([type(constraints.real)])
@@ -247,6 +247,19 @@ class RefuseShadowed(Messenger):
 def leaf_of(value: Any) -> Tensor:
     """The unconstrained parameter behind a param site, or the parameter itself, as of local ones."""
     return value.unconstrained() if hasattr(value, "unconstrained") else value
+
+
+def held(name: str, own: Tensor, constraint: Any) -> Tensor:
+    """The unconstrained parameter that Pyro's store holds by this name from here on: ``own``, or one of
+    the same value.  Another one, of another module of the same names, stays what it was."""
+    store: Any = pyro.get_param_store()
+    if name in store and leaf_of(store[name]) is own:
+        return own
+    if name in store:
+        del store[name]
+    value, learns = transform_to(constraint)(own), own.requires_grad
+    leaf = leaf_of(store.setdefault(name, value if value is own else value.detach(), constraint))
+    return leaf.requires_grad_(learns)
 
 
 def traced_params(seen: Any) -> list[Any]:

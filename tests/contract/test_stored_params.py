@@ -371,3 +371,58 @@ def test_a_value_that_a_handler_gives_stays_out_of_the_module() -> None:
     with poutine.substitute(data={"log_sd": torch.tensor(5.0)}):
         ngvi.AutoFullRankNormal(model)(*data())
     assert model.log_sd.item() == pytest.approx(0.7)
+
+
+class Own(PyroModule):
+    """A guide that is a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.Parameter(torch.zeros(3))
+        self.sd = PyroParam(torch.tensor(0.1), positive)
+
+    def forward(self, X: Tensor, y: Tensor) -> None:
+        pyro.sample("w", dist.Normal(self.mean, self.sd).to_event(1))
+
+
+@pytest.mark.filterwarnings("ignore:[A-Z]+ leaves what is not natural")
+@pytest.mark.parametrize("clear", [False, True])
+@pytest.mark.parametrize("of_guide", [None, AutoMultivariateNormal, lambda model: Own()])
+def test_what_is_read_of_a_fit_is_its_own_after_another_of_the_same_names(
+    of_guide: Any, clear: bool
+) -> None:
+    X, y = data()
+
+    def fitted(y: Tensor) -> Any:
+        model = Module() if of_guide is None else with_params
+        guide = None if of_guide is None else of_guide(model)
+        return ngvi.fit(model, X, y, guide=guide, seed=0, max_steps=30, progress=False)
+
+    def drawn(fit: Any) -> Tensor:
+        return fit.sample(50, seed=0)["w"]
+
+    first = fitted(y)
+    own, elbo = drawn(first), first.elbo[0]
+    if clear:
+        pyro.clear_param_store()
+    elif of_guide not in (None, AutoMultivariateNormal):
+        with pytest.raises(ValueError, match="another module's 'mean'"):
+            fitted(y)
+        return
+    second = fitted(5.0 - 3.0 * y)
+    other = drawn(second)
+    assert not torch.allclose(own, other, atol=0.1)
+    del first.__dict__["khat"]  # as if it had not been read
+    assert torch.equal(drawn(first), own) and torch.equal(drawn(second), other)
+    assert first.elbo[0] == pytest.approx(elbo, abs=0.5)
+
+
+@pytest.mark.filterwarnings("ignore:[A-Z]+ leaves what is not natural")
+def test_a_guide_that_its_user_trains_on_is_read_as_it_is() -> None:
+    X, y = data()
+    guide = AutoMultivariateNormal(with_params)
+    fit = ngvi.fit(with_params, X, y, guide=guide, seed=0, max_steps=5, progress=False)
+    fit.sample(2)
+    with torch.no_grad():
+        guide.loc.fill_(7.0)
+    assert fit.sample(200, seed=0)["w"].mean().item() == pytest.approx(7.0, abs=0.5)

@@ -761,3 +761,57 @@ def test_a_step_takes_as_many_operations_for_many_units_as_for_few() -> None:
 
     few, many = operations(6), operations(90)
     assert many < 1.1 * few  # it was 3 times as many where roots were joined unit by unit
+
+
+def answers(width: float, y: Tensor) -> None:
+    """Students of one ability each; ``width`` is that of the prior of the items' common slope."""
+    slope = pyro.sample("slope", dist.HalfNormal(width))
+    with pyro.plate("students", len(y)):
+        ability = pyro.sample("ability", dist.Normal(0.0, 1.0))
+        items = dist.Bernoulli(logits=slope * ability[..., None].expand(*ability.shape, 5))
+        pyro.sample("y", items.to_event(1), obs=y)
+
+
+def test_globals_start_at_their_mode_where_their_prior_is_far_from_it() -> None:
+    y = (normal(100, 1) + normal(100, 5, seed=2) > 0.0).double()
+
+    def start(width: float, globals: Any = ngvi.AutoFullRankNormal) -> tuple[float, Tensor]:
+        pyro.set_rng_seed(0)
+        guide = ngvi.AutoHierarchical(partial(answers, width), globals)
+        guide(y)
+        return guide.globals.median()["slope"].item(), torch.get_rng_state()
+
+    own = partial(ngvi.AutoFullRankNormal, init=None)
+    (found, after), (center, wanted) = start(100.0), start(100.0, own)
+    assert center > 60.0 and 1.0 < found < 2.5
+    assert torch.equal(after, wanted)  # nothing of the run's own noise is used
+    assert start(2.0)[0] == start(2.0, own)[0]
+
+
+@pytest.mark.parametrize("batch", [None, 300])
+def test_the_start_is_the_mode_of_the_marginal_density_where_data_are_gaussian(
+    batch: int | None,
+) -> None:
+    n, m, s, e = 1000, 3.0, 0.5, 1.0
+    y = m + s * normal(n, 1) + e * normal(n, 5, seed=2)
+
+    def model() -> None:
+        mean = pyro.sample("mean", dist.Normal(0.0, 100.0))
+        spread = pyro.sample("spread", dist.HalfNormal(100.0))
+        error = pyro.sample("error", dist.HalfNormal(100.0))
+        with pyro.plate("units", n, subsample_size=batch, dim=-2) as i:
+            u = pyro.sample("u", dist.Normal(mean, spread))
+            with pyro.plate("data", 5, dim=-1):
+                pyro.sample("y", dist.Normal(u, error), obs=y[i])
+
+    pyro.set_rng_seed(0)
+    guide = ngvi.AutoHierarchical(model)
+    guide()
+    found = guide.globals.median()
+    # the modes of log spread and log error are at the maxima of likelihood, with such wide priors
+    within = y.var(1).mean()
+    between = y.mean(1).var(correction=0) - within / 5.0
+    wanted = {"mean": y.mean(), "spread": between.sqrt(), "error": within.sqrt()}
+    error = 0.02 if batch is None else 0.15  # 2.5 of the largest standard errors with 300 units
+    for name, value in wanted.items():
+        assert found[name].item() == pytest.approx(value.item(), rel=error), name

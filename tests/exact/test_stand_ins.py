@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import pyro_ngvi as ngvi
 from pyro_ngvi.runtime.model_density import batched_trace, map_draws
 from pyro_ngvi.runtime.run import CannotBatch
-from pyro_ngvi.runtime.stand_ins import STAND_INS
+from pyro_ngvi.runtime.stand_ins import STAND_INS, stand_ins
 
 S, LEVELS = 4000, torch.tensor([0, 1, 2, 3, 1])
 CONCENTRATION = torch.tensor([0.3, 1.0, 4.0], dtype=torch.float64)
@@ -100,3 +101,26 @@ def test_all_is_put_back() -> None:
         batched_trace(lambda: pyro.sample("x", dist.VonMises(0.0, 1.0)), {}, num_particles=2)
     for place, attribute, given, _ in STAND_INS:
         assert getattr(place, attribute) is given, f"{place}.{attribute}"
+
+
+def test_a_run_within_a_run_leaves_them_in_place() -> None:
+    with stand_ins():
+        with stand_ins():
+            pass
+        assert all(getattr(place, name) is other for place, name, _, other in STAND_INS)
+
+
+def test_units_are_integrated_out_at_one_chunk_of_particles_after_the_other() -> None:
+    def model() -> None:
+        s = pyro.sample("s", dist.HalfNormal(1.0))
+        with pyro.plate("raters", 5):
+            u = pyro.sample("u", dist.Normal(0.0, s))
+            cuts = torch.tensor([-1.0, 0.0, 1.0]).expand(*u.shape, 3)
+            pyro.sample("y", dist.OrderedLogistic(u, cuts), obs=LEVELS)
+
+    guide = ngvi.AutoHierarchical(model)
+    guide()
+    values = {"s": torch.rand(6) + 0.2}
+    globals = ngvi.collapse(guide)
+    whole, chunked = (batched_trace(globals, values, chunk_size=n) for n in (None, 2))
+    assert torch.allclose(whole.log_joint(), chunked.log_joint())
