@@ -87,8 +87,7 @@ class Structure:
         if units is not None:
             inside = units.size * units.width  # of which d may have a minibatch
             beside = sum(self.sizes.get(name, 0) for name in units.globals)
-            wanted = units.pooled or inside + beside > FULL_RANK
-            if wanted and beside <= min(inside, FULL_RANK):
+            if beside <= min(inside, FULL_RANK):
                 return AutoHierarchical, f"for {units}"
         return self.normal()
 
@@ -152,10 +151,10 @@ def advise(
 
     * guide: :class:`~pyro_ngvi.AutoSites` where a latent site is a Gaussian process or a chain of this
       package, and it takes the model; :class:`~pyro_ngvi.AutoHierarchical` where at least half of the
-      latent variables are Gaussian ones of units, or of a block, whose prior depends on the others, of
-      which there are at most 1,000 (whatever it depends on, above 1,000 in all); else a Gaussian over
-      all of them: :class:`~pyro_ngvi.AutoFullRankNormal` up to 1,000,
-      :class:`~pyro_ngvi.AutoFactorNormal` up to 100,000, :class:`~pyro_ngvi.AutoMeanFieldNormal` above.
+      latent variables are Gaussian ones of units, or of a block whose prior depends on the others, of
+      which there are at most 1,000; else a Gaussian over all of them:
+      :class:`~pyro_ngvi.AutoFullRankNormal` up to 1,000, :class:`~pyro_ngvi.AutoFactorNormal` up to
+      100,000, :class:`~pyro_ngvi.AutoMeanFieldNormal` above.
     * optimizer: :class:`~pyro_ngvi.NGVB` where the family knows its Fisher matrix, ``CVI`` for sites,
       ``SPRING`` for flows, ``IFVB`` for any other guide.
     * loss: :class:`~pyro_ngvi.BatchedELBO` of 8 particles, with the curvature that the optimizer asks

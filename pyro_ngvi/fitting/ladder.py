@@ -14,6 +14,7 @@ import torch
 from pyro import poutine
 from torch import nn
 
+from ..diagnostics import Corrected
 from ..guides import AutoCouplingFlow, AutoMixtureNormal
 from ..guides.found import SHARE, held
 from ..hierarchy import AutoHierarchical
@@ -106,7 +107,9 @@ def climb(structure: Structure, fit: Callable[..., Any], max_time: float | None)
         gain = math.inf if best is None else rung.elbo - best.khat.elbo
         error = 0.0 if best is None else math.hypot(rung.error, best.khat.elbo_error)
         good = rung.decision == "intervals"
-        better = gain > 0.0 or (good and gain > -error)
+        # corrected draws reach further than their guide
+        reach = max(0.0, found.khat.kl) if isinstance(found.verdict, Corrected) else 0.0
+        better = gain > 0.0 or (good and gain > -error - reach)
         better &= good or best is None or not best.verdict.ok
         better |= _loses_a_mode(best, of=found)
         best = found if better and not _loses_a_mode(found, of=best) else best

@@ -29,6 +29,8 @@ KINDS = ("affine", "spline", "autoregressive")
 #: an affine layer stretches by a factor between 1 / LARGEST and LARGEST, so that it cannot throw draws
 #: far away in the tails of eps, where no training was
 LARGEST = 10.0
+#: networks see x / REACH through tanh: far out, where no training was, a layer is affine
+REACH = 4.0
 #: parts of networks that draw, or change with the batch
 NOT_FIXED = (
     nn.modules.dropout._DropoutNd,
@@ -122,7 +124,7 @@ class CouplingFlow(nn.Module):
         for k, network in pairs if inverse else reversed(pairs):
             moved = x.shape[-1] - k
             a, b = x.split([k, moved], -1) if inverse else x.split([moved, k], -1)[::-1]
-            raw = network(a).unflatten(-1, (moved, self.element.size))
+            raw = network(REACH * torch.tanh(a / REACH)).unflatten(-1, (moved, self.element.size))
             b, log_det = self.element(b, raw, not inverse)
             total = total + log_det.sum(-1)
             x = torch.cat([b, a] if inverse else [a, b], -1)

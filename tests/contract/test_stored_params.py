@@ -382,7 +382,8 @@ class Own(PyroModule):
         self.sd = PyroParam(torch.tensor(0.1), positive)
 
     def forward(self, X: Tensor, y: Tensor) -> None:
-        pyro.sample("w", dist.Normal(self.mean, self.sd).to_event(1))
+        sd: Any = self.sd
+        pyro.sample("w", dist.Normal(self.mean, sd).to_event(1))
 
 
 @pytest.mark.filterwarnings("ignore:[A-Z]+ leaves what is not natural")
