@@ -32,6 +32,7 @@ from ..guides import init_to_center
 from ..hierarchy import AutoHierarchical
 from ..hierarchy.collapsed import Collapsed, ExactUnits, collapse
 from ..hierarchy.marginal import MOST, ORDERS, point_count
+from ..linalg.host import own_random_state
 from ..runtime.density import LatentLayout
 from ..runtime.model_density import NaNWhereSingular, batched_trace
 from ..runtime.run import CannotBatch
@@ -113,13 +114,16 @@ def proposal(model: Collapsed, draws: int = DRAWS) -> ExactUnits:
 
 
 def resampled(guide: ExactUnits, num_samples: int) -> dict[str, Tensor]:
-    """Draws (S, ...) of all latent sites of a hierarchy, of globals by their weights."""
-    layout = guide.collapsed.layout
-    theta, weights = weighted_globals(guide, layout, max(num_samples, DRAWS))
-    kept = torch.from_numpy(resample(weights)[0])
-    kept = kept[torch.randperm(len(kept), device="cpu")[:num_samples]]  # copies lie side by side
-    values = layout.unpack(theta[kept.to(theta.device)])
-    return values | guide.collapsed.draw_units(values)
+    """Draws (S, ...) of all latent sites of a hierarchy, by weights of 1,000 or more of r: those of
+    :func:`pyro_ngvi.to_arviz`, where it takes as many."""
+    call = guide.collapsed.call
+    with own_random_state():  # apart, as there
+        fitted = Fitted(call.model, guide, call.args, call.kwargs)
+    draws = fitted.draw(max(num_samples, DRAWS), None).without_nan()
+    kept = torch.from_numpy(resample(draws.weights)[0])
+    if num_samples < len(kept):  # copies lie side by side
+        kept = kept[torch.randperm(len(kept), device="cpu")[:num_samples]]
+    return {name: x[kept.to(x.device)] for name, x in draws.values.items()}
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..hierarchy import AutoHierarchical, ExactUnits
 from ..runtime.density import Sites
 from ..runtime.pyro_adapter import first_arguments
+from ..runtime.run import Minibatches
 from ..sites.site_guide import find_sites
 from .correction import resampled
 from .draws import guide_draws, random_state
@@ -64,7 +65,8 @@ def predict(
             or as the guide has none; empty to say that there are no others.
         batch_size: draws that the model sees at once; ``None`` for a number that bounds memory.
         seed: makes the result repeatable and leaves the global random state as it was. The same seed
-            gives the draws of :func:`to_arviz`, posterior and ``predictions``.
+            gives the draws of :func:`to_arviz`, posterior and ``predictions``; of corrected ones
+            where they are 1,000 or more.
 
     Raises:
         ValueError: when the guide was never called, the model or the guide cannot run on these
@@ -83,19 +85,19 @@ def predict(
         >>> predict(model, guide, torch.ones(5, 2), num_samples=100)["y"].shape
         torch.Size([100, 5])
     """
-    count = 1000 if num_samples is None else num_samples
+    count, exact = 1000 if num_samples is None else num_samples, None
     if isinstance(guide, ExactUnits):
-        with random_state(seed):
-            values = resampled(guide, count)
-        guide = guide.collapsed.guide
-    elif callable(guide):
+        exact, guide = guide, guide.collapsed.guide
+    if callable(guide):
         bound = partial(guide, *args, **kwargs)
         if isinstance(guide, AutoHierarchical) and guide.prototype_trace and guide.units.is_block:
             known, named = first_arguments(guide)  # it knows itself there alone
             bound = partial(guide, *known, **named)
         try:
             with random_state(seed):
-                values, _ = guide_draws(bound, count)
+                values = guide_draws(bound, count)[0] if exact is None else resampled(exact, count)
+                if exact is not None:
+                    values |= _units_at(exact, values, args, kwargs)
         except (TypeError, AttributeError, RuntimeError) as error:
             reason = str(error).split(". ")[0]
             raise ValueError(
@@ -117,6 +119,24 @@ def predict(
         warnings.warn(note, stacklevel=2)
     with random_state(seed, PREDICTIONS):
         return new.draw(sites, batch_size)
+
+
+@torch.no_grad()
+def _units_at(
+    exact: ExactUnits, values: dict[str, Tensor], args: Any, kwargs: Any
+) -> dict[str, Tensor]:
+    """The units of a call at corrected draws ``values``; further ones given their globals, as the
+    trained guide has them: by their prior where it knows no data of theirs."""
+    units, guide = exact.collapsed.units, exact.collapsed.guide
+    if units.is_block:
+        return {}
+    drawn, found = guide.draw_units(values, args, kwargs, Minibatches()), {}
+    for site in units.sites:
+        old, new = site.rows(values[site.name]), site.rows(drawn.values[site.name])
+        index = drawn.seen.index.to(new.device)
+        kept = old.index_select(1, index.clamp_max(units.size - 1))
+        found[site.name] = site.value(torch.where((index < units.size).unsqueeze(-1), kept, new))
+    return found
 
 
 def _refuse_other_units(guide: AutoHierarchical, sites: Sites) -> None:

@@ -327,7 +327,12 @@ class ExactUnits:
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Draw all latent sites: a dict of values by name."""
-        guide, call = self.collapsed.guide, self.collapsed.call
+        guide, call, size = self.collapsed.guide, self.collapsed.call, self.collapsed.units.size
+        if len(guide.sites) < size:
+            raise ValueError(
+                f"These corrected draws are of {size} {self.collapsed.units.called}, of which "
+                f"guide.remove has left {len(guide.sites)}. Fit anew, or predict by the guide alone."
+            )
         values = dict(self.globals())
         drawn = self.collapsed.drawn({n: x.unsqueeze(0) for n, x in values.items()})
         with poutine.block():

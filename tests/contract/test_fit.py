@@ -213,6 +213,32 @@ def test_what_is_read_of_a_hierarchy_is_corrected_where_its_guide_is_off(scaled:
     verdict: Any = fit.verdict
     alone = ngvi.to_arviz(schools, verdict.guide, y, s, num_samples=50)
     assert (alone.attrs["guide"], alone.attrs["resample"]) == ("AutoHierarchical", "corrected")
+    # one way to draw
+    with pytest.warns(UserWarning, match="rows are taken for the units"):
+        stored, drawn = fit.to_arviz(seed=3, predictions=(y, s)), fit.sample(seed=3)
+    new = fit.predict(y, s, seed=3, from_prior=[], sites=["t", "u", "y"])
+    for name in ("t", "u"):
+        assert torch.equal(new[name], drawn[name])
+        assert np.array_equal(stored["posterior"][name].values[0], drawn[name].numpy())
+    assert np.array_equal(stored["predictions"]["y"].values[0], new["y"].numpy())
+    # units that come later: by their prior, then by data of their own, and those of before as before
+    y, s = torch.cat([y, torch.tensor([0.0, 40.0])]), torch.cat([s, torch.tensor([10.0, 5.0])])
+    how: Any = {"num_samples": 4000, "seed": 3, "from_prior": [], "sites": ["m", "t", "u"]}
+    for added in (False, True):
+        if added:
+            fit.guide.add(2)
+            fit.guide.fit_units(y, s)
+        new = fit.predict(y, s, **how)
+        m, t = new["m"][:, None], new["t"][:, None]
+        assert torch.equal(new["u"][:, :8], fit.sample(4000, seed=3)["u"])
+        precision = t**-2 + (s[8:] ** -2 if added else 0.0)
+        mean = (m / t**2 + (y[8:] / s[8:] ** 2 if added else 0.0)) / precision
+        z = (new["u"][:, 8:] - mean) * precision.sqrt()
+        assert (z.mean(0).abs() < 0.08).all() and ((z.std(0) - 1.0).abs() < 0.06).all()
+    fit.guide.remove([0, 8, 9])
+    for call in (fit.sample, partial(fit.predict, y[1:], s[1:], from_prior=[])):
+        with pytest.raises(ValueError, match="These corrected draws are of 8 units of 'schools'"):
+            call()
 
 
 @pytest.mark.parametrize("apart", [True, False])
