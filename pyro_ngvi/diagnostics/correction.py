@@ -37,7 +37,7 @@ from ..runtime.density import LatentLayout
 from ..runtime.model_density import NaNWhereSingular, batched_trace
 from ..runtime.run import CannotBatch
 from .draws import Fitted, guide_draws, resample
-from .khat import EVEN, FEWEST, PARETO, KHat, khat_from_log_weights
+from .khat import EVEN, FEWEST, KHat, khat_from_log_weights
 from .moved import Moved, by_site
 from .slices import copula
 from .verdict import PATIENCE
@@ -47,8 +47,9 @@ from .weights import MIN_DRAWS, shift_of
 DRAWS, EACH, ROUNDS, LIGHT = 1000, 50, 3, 1.0 / 3.0
 #: draws of a guide's own, which cost little, and numbers in them
 MANY, NUMBERS = 4000, 4_000_000
-#: draws of r where fewer leave it open whether the guide is off
-MORE = 2000
+#: draws of r where fewer leave it open whether the guide is off, or whether weights can be relied on;
+#: and where these leave the latter open, at which k-hat has an error of 0.1
+MORE, MOST_DRAWS = 2000, 8000
 #: draws at which twice the points are tried, nats by which they may change, and the most for a unit
 TRIED, FINE, MOST_POINTS = 250, 1e-3, 1024
 
@@ -157,7 +158,7 @@ def moved_by_weights(
     model: Any, guide: AutoHierarchical, args: Any, kwargs: Any, draws: int
 ) -> tuple[dict[str, Moved], dict[str, Moved], tuple[ExactUnits, KHat]] | None:
     """By how much a trained guide is off, with its units integrated out, from so many draws of r, or
-    2000 where these leave it open, with the guide that has r and its weights; ``None`` where quadrature
+    more where these leave it open, with the guide that has r and its weights; ``None`` where quadrature
     or weights are not to be relied on."""
     start = thread_time()
     try:
@@ -166,11 +167,16 @@ def moved_by_weights(
             return None
         better = refined(collapsed, draws)
         fitted = Fitted(model, better, args, kwargs)
-        exact = fitted.draw(draws, None)
+        exact = fitted.draw(draws, None).without_nan()
     except (ValueError, CannotBatch):  # data of several units, a likelihood without vmap
         return None
-    if not (exact.weights.khat <= PARETO or exact.weights.ess >= EVEN * draws):
-        return None
+    better.judged = weights = exact.weights
+    more = MORE if draws < MORE else MOST_DRAWS
+    patient = draws < more and more / draws * (thread_time() - start) <= PATIENCE
+    if not can_weigh(weights):
+        light = more == MORE or more * sum(x[0].numel() for x in exact.values.values()) <= NUMBERS
+        again = patient and light and weights.khat <= 1.0
+        return moved_by_weights(model, guide, args, kwargs, more) if again else None
     of_all = pyro.poutine.Trace()  # the guide's own prototype may be of a minibatch of units
     for name in fitted.latent:
         of_all.add_node(name, **fitted.sites[name])
@@ -178,7 +184,7 @@ def moved_by_weights(
     many = max(draws, min(MANY, NUMBERS // layout.dim))
     own = layout.pack(guide_draws(partial(guide, *args, **kwargs), many)[0])
     new = layout.pack(exact.values)
-    log_w = exact.weights.psis_log_weights
+    log_w = weights.psis_log_weights
 
     def shifted(a: Tensor, b: Tensor) -> Moved:
         shift = shift_of(b.numpy(force=True), log_w, a.numpy(force=True))
@@ -187,10 +193,9 @@ def moved_by_weights(
     found = by_site(layout, own, new, shifted)
     each = [m for part in found for m in part.values()]
     undecided = not all(m.is_good or m.is_off for m in each)
-    patient = MORE / draws * (thread_time() - start) <= PATIENCE
-    if draws < MORE and undecided and patient:
-        return moved_by_weights(model, guide, args, kwargs, MORE)
-    return *found, (better, exact.weights)
+    if more == MORE and undecided and patient:
+        return moved_by_weights(model, guide, args, kwargs, more)
+    return *found, (better, weights)
 
 
 def doubt_of(guide: AutoHierarchical, args: Any, kwargs: Any) -> str:
@@ -208,9 +213,12 @@ def doubt_of(guide: AutoHierarchical, args: Any, kwargs: Any) -> str:
 
 
 def _drawn(guide: ExactUnits, layout: LatentLayout, draws: int) -> tuple[Tensor, Tensor]:
-    """Draws (S, d) of the globals, unconstrained, and their log density as constrained ones."""
+    """Draws (S, d) of the globals, unconstrained, and their log density as constrained ones, infinite
+    where a number is rounded to the end of its support."""
     values, (log_r, _) = guide_draws(partial(guide.globals), draws)
-    return layout.pack(values), log_r
+    theta = layout.pack(values)
+    lost = log_r.isnan() | ~theta.isfinite().all(1)
+    return theta.where(~lost[:, None], 0.0), log_r.where(~lost, torch.inf)
 
 
 def weighted_globals(guide: ExactUnits, layout: LatentLayout, draws: int) -> tuple[Tensor, KHat]:

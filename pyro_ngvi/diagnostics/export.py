@@ -154,6 +154,9 @@ def to_arviz(
         found, own = judge(fitted, draws, batch_size), draws.weights
         decision, verdict = found.decision, found.verdict
         if corrected:
+            more = guide.judged  # a verdict that comes from more draws holds for fewer
+            if more is not None and len(more.log_weights) > len(found.log_weights):
+                found = replace(more, missed=found.missed)
             decision, verdict = decision_on(found, guide.collapsed)
         warn_of_rounding(sites, draws.values)
         if fixed := draws.point_masses:

@@ -11,7 +11,6 @@ import pyro.distributions as dist
 import torch
 from pyro import poutine
 
-from ..diagnostics import Diagnosis
 from ..diagnostics.draws import guide_draws
 from ..guides import AutoFlow, AutoMixtureNormal, AutoOrthogonalFlow
 from ..hierarchy import AutoHierarchical
@@ -50,10 +49,9 @@ def way_on(fit: Result) -> str:
     if fit.khat.rounded and not verdict.ok:
         return ""  # that says what comes first
     if isinstance(guide, AutoHierarchical):
-        # corrected draws, which may not be taken then
-        judged = isinstance(verdict, Diagnosis) and verdict.integrated
+        # what is not k-hat has tried corrected draws, which may not be taken then
         call = guide, *fit.args
-        if whole and not (verdict.ok or judged) and can_collapse(*call, **fit.kwargs):
+        if whole and not verdict.ok and verdict is fit.khat and can_collapse(*call, **fit.kwargs):
             return "Or take fit.to_arviz(corrected=True), which has its own verdict."
     elif whole and (units := fit._structure.units) is not None and units.pooled:
         if verdict.ok:

@@ -318,7 +318,12 @@ class ExactUnits:
     Args:
         collapsed: the model of the globals.
         globals: a guide of it; q(v) of the hierarchical guide where not given.
+
+    Attributes:
+        judged: weights of many draws, where a verdict has looked at these.
     """
+
+    judged: Any = None
 
     def __init__(self, collapsed: Collapsed, globals: Callable[[], Any] | None = None) -> None:
         self.collapsed, self.draws_at_once = collapsed, collapsed.at_once

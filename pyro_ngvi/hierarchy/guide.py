@@ -234,8 +234,7 @@ class AutoHierarchical(MadeAtFirstCall):
                 )
         one = {name: value.unsqueeze(0) for name, value in values.items()}
         drawn = self.draw_units(one, args, kwargs, Minibatches())
-        values |= self.units.sample(drawn, nodes, self.plates)
-        return values
+        return values | self.units.sample(drawn, nodes, self.plates)
 
     # --- the answer
 
@@ -333,7 +332,8 @@ class AutoHierarchical(MadeAtFirstCall):
         """Make room for ``count`` units more, which come after those of before, by their prior."""
         if not isinstance(count, Integral) or count < 1:
             raise ValueError(f"count is how many units come, at least 1, got {count!r}.")
-        self.sites.keep(torch.arange(self.units.countable), count)
+        every = torch.arange(self.units.countable)
+        self.sites.keep(every, count)
 
     def remove(self, indices: Tensor | Sequence[int]) -> None:
         """Forget the units of these numbers; the others close up."""

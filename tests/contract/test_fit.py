@@ -254,8 +254,12 @@ def test_a_correction_is_recommended_where_it_works(apart: bool) -> None:
             pyro.sample("y", of_data if apart else of_data.to_event(1), obs=y)
 
     fit = ngvi.fit(model, guide="AutoHierarchical", seed=0, max_steps=5, progress=False)
-    vars(fit)["verdict"] = SimpleNamespace(ok=False, verdict="Not clear.", decision="unclear")
+    # as of data that are too many for a verdict to have tried it
+    vars(fit)["verdict"] = vars(fit)["khat"] = replace(fit.khat, khat=2.0)
     assert ("Or take fit.to_arviz(corrected=True)" in str(fit)) == apart
+    vars(fit)["verdict"] = replace(fit.khat, khat=2.0)
+    del vars(fit)["_verdict_in_words"]
+    assert "corrected=True" not in str(fit)
     if apart:
         assert fit.to_arviz(corrected=True, num_samples=100).attrs["resample"] == "corrected"
     else:

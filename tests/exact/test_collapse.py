@@ -15,7 +15,7 @@ from pyro.infer.autoguide import AutoNormal
 from torch import Tensor
 
 import pyro_ngvi as ngvi
-from pyro_ngvi.diagnostics import ModelDensity, corrected
+from pyro_ngvi.diagnostics import Corrected, ModelDensity, corrected
 from pyro_ngvi.hierarchy.marginal import found_beyond, integrated
 from tests.covering import covering
 
@@ -354,9 +354,38 @@ def test_the_verdict_on_a_hierarchy_and_its_table_tell_of_the_correction(
     monkeypatch.setattr(module, "COARSE_SD", 0.05)  # the sd of s is off by more
     pyro.set_rng_seed(0)
     fit = ngvi.fit(schools, Y, guide="AutoHierarchical", seed=0, max_steps=30, progress=False)
-    assert not fit.verdict.ok and "fit.to_arviz(corrected=True)" in str(fit)
-    table = str(ngvi.summary(fit.to_arviz(corrected=True, num_samples=300, seed=0)))
+    assert isinstance(
+        fit.verdict, Corrected
+    ) and "All that is read of this fit is corrected" in str(fit)
+    assert "to_arviz(corrected=True)" not in str(fit)
+    # at another seed too, and by fewer draws than the verdict is from
+    table = str(ngvi.summary(fit.to_arviz(num_samples=300, seed=1)))
     assert "Take the corrected intervals" in table and "Of the raw draws" not in table
+
+
+def test_scales_that_are_rounded_to_zero_weigh_nothing() -> None:
+    """Of a few thousand draws of two studies' heterogeneity, in float32: no correction was found."""
+    y, sd = torch.tensor([[0.2, 0.4], [0.1, 0.3]]).float()
+
+    def studies(y: Tensor, sd: Tensor) -> None:
+        mu: Any = pyro.sample("mu", dist.Normal(y.new_zeros(()), 1.0))
+        tau: Any = pyro.sample("tau", dist.HalfNormal(y.new_tensor(0.5)))
+        with pyro.plate("studies", len(y)):
+            theta = pyro.sample("theta", dist.Normal(mu, tau))
+            pyro.sample("y", dist.Normal(theta, sd), obs=y)
+
+    fit = ngvi.fit(studies, y, sd, seed=1, progress=False)
+    assert isinstance(fit.verdict, Corrected)
+    # mu integrated out, on a grid of log tau
+    x = torch.linspace(-12.0, 2.0, 4000)
+    v = (2.0 * x).exp().unsqueeze(-1) + sd.double() ** 2
+    precision, at = 1.0 + (1.0 / v).sum(-1), (y.double() / v).sum(-1)
+    log_p = at**2 / precision - (y.double() ** 2 / v + v.log()).sum(-1) - precision.log()
+    p = torch.softmax(0.5 * log_p - 2.0 * (2.0 * x).exp() + x, 0)
+    mean = p @ x
+    log_tau = fit.sample(4000, seed=0)["tau"].double().log()
+    assert abs(float(log_tau.mean() - mean)) < 0.1
+    assert abs(float(log_tau.std() / (p @ (x - mean) ** 2).sqrt()) - 1.0) < 0.1
 
 
 def few_successes(y: Tensor) -> None:
