@@ -120,7 +120,8 @@ def resampled(guide: ExactUnits, num_samples: int) -> dict[str, Tensor]:
     call = guide.collapsed.call
     with own_random_state():  # apart, as there
         fitted = Fitted(call.model, guide, call.args, call.kwargs)
-    draws = fitted.draw(max(num_samples, DRAWS), None).without_nan()
+    total = max(num_samples, DRAWS) if num_samples > 0 else num_samples  # which is refused
+    draws = fitted.draw(total, None).without_nan()
     kept = torch.from_numpy(resample(draws.weights)[0])
     if num_samples < len(kept):  # copies lie side by side
         kept = kept[torch.randperm(len(kept), device="cpu")[:num_samples]]

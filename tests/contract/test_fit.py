@@ -208,6 +208,9 @@ def test_what_is_read_of_a_hierarchy_is_corrected_where_its_guide_is_off(scaled:
     as_it_is = torch.from_numpy(fit.to_arviz(corrected=False, seed=0)["posterior"]["t"].values[0])
     assert abs(float(as_it_is.log().std() / exact["x"][1]) - 1) > 0.2
     assert len(fit.sample(10, seed=0)["u"]) == 10
+    for draw in (fit.sample, partial(fit.predict, y, s)):
+        with pytest.raises(ValueError, match="num_samples is 0; give at least 1"):
+            draw(num_samples=0)
     new = fit.predict(y, s, num_samples=20, seed=0, from_prior=[])
     assert new["y"].shape == (20, 8)
     verdict: Any = fit.verdict
