@@ -205,13 +205,17 @@ class Diagnosis:
             where = f"draws of the prior show {self.khat.missed:.1f} nats more: a mode was missed"
         elif not wrong and not self.ok:
             k, share = self.khat.khat, self.khat.ess / len(self.khat.log_weights)
-            tail = f"weights have a heavy tail (k-hat {k:.1f}, worth {share:.1%} of the draws)"
-            if self._weighs:
+            figures = f"(k-hat {k:.2f}, worth {share:.1%} of the draws)"
+            tail = f"weights have a heavy tail {figures}"
+            if self._weighs and self.khat.within_bounds:
+                tail = f"may be further off where weights are so uneven {figures}"
+            elif self._weighs:
                 tail = self.khat.moves()
             elif math.isnan(k):
                 tail = "weights cannot be told from rounding"
                 tail += ": evaluate the model in float64" * (not self.khat.rounded)
-            where += f", but {self.khat.verdict.rstrip('.') if self.modes > 1 else tail}"
+            alone = f". Of all modes together: {self.khat.verdict.rstrip('.')}"
+            where += alone if self.modes > 1 else f", but {tail}"
         how = f": {self.khat.resampling}" * (self.decision == "resample")
         return f"{words[self.decision]}{how}: {where}. {self.khat.rounded}".rstrip()
 

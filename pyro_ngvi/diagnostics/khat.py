@@ -278,8 +278,9 @@ class KHat:
             return (
                 f"Not usable yet: too few draws to tell ({figures}); raise num_samples to {enough}."
             )
+        k, bound = (f"{x:.2f}" for x in (self.khat, self.threshold))
         return (
-            f"Not usable: k-hat is {self.khat:.2f}, above {self.threshold:.2f}: the guide misses "
+            f"Not usable: k-hat is {k}, {'just ' * (k == bound)}above {bound}: the guide misses "
             f"part of the posterior. Train longer, take a richer guide, reparametrise the model, "
             f"or check against NUTS."
         )
@@ -290,7 +291,7 @@ class KHat:
             return f"KL(q || posterior) is about {max(self.kl, 0.0):.2g} nats"
         (mean, at_mean), (log_sd, at_sd) = self._moved
         if self.within_bounds:
-            doubt = "" if self.ok else ", but they are too uneven to rely on that"
+            doubt = "" if self.ok else ", but may be further off where these are so uneven"
             return f"{right_to(mean, log_sd)} by the weights{doubt}"
         if mean / COARSE_MEAN >= log_sd / COARSE_SD:
             return f"weights move the mean of {at_mean!r} by up to {mean:.2g} sds"

@@ -234,7 +234,10 @@ def _named(what: str, name: str, places: tuple[Any, ...], of: type) -> Any:
     known = {n: x for n, x in known.items() if isinstance(x, type) and issubclass(x, of)}
     if name not in known:
         near = get_close_matches(name, known, n=5, cutoff=0.0)
-        raise ValueError(f"There is no {what} called {name!r}. Near are {', '.join(near)}.")
+        auto = ': guide="auto" is for fit, which tries several' * (
+            (what, name) == ("guide", "auto")
+        )
+        raise ValueError(f"There is no {what} called {name!r}{auto}. Near are {', '.join(near)}.")
     return known[name]
 
 

@@ -594,6 +594,11 @@ def test_bad_options_are_refused(options: dict[str, Any], says: str) -> None:
     assert len(str(refused.value)) <= 240
 
 
+def test_the_ladder_is_no_advice() -> None:
+    with pytest.raises(ValueError, match=r"'auto': guide=\"auto\" is for fit, .*\. Near"):
+        ngvi.advise(logistic, A, b, guide="auto")
+
+
 @pytest.fixture
 def no_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would work in the background for longer than the tests take; test_compiled.py has it."""

@@ -92,7 +92,9 @@ def test_a_verdict_contradicts_itself_nowhere() -> None:
     assert good.verdict.endswith("the bounds are 0.3 sd and 30 %).")
     uneven = khat_of(weights_of(0.5), khat=0.6, ess=0.2 * S, shifts=near)
     assert uneven.decision == "resample"
-    assert "sds to 25 % by the weights, but they are too uneven to rely on that." in uneven.verdict
+    assert "by the weights, but may be further off where these are so uneven." in uneven.verdict
+    at_bound = khat_of(weights_of(0.5), khat=0.7003, ess=0.2 * S, shifts=near)
+    assert "k-hat is 0.70, just above 0.70: " in at_bound.verdict
     far = khat_of(weights_of(0.5), shifts={"z": shift(log_sd=float(np.log(1.4)))})
     assert "Resample, do not take the intervals as they are: weights change the sd" in far.verdict
 
