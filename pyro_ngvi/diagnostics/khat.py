@@ -147,7 +147,7 @@ class KHat:
 
     @property
     def reliable(self) -> bool:
-        """Whether the weights may be relied on: k-hat is small, or they are equal in practice."""
+        """Whether k-hat is small, or weights equal in practice; ``decision`` asks for ``ess`` too."""
         nearly_equal = self.kl < NEGLIGIBLE and self.ess >= 0.95 * len(self.log_weights)
         return not np.isnan(self.khat) and (self.khat <= self.threshold or nearly_equal)
 
