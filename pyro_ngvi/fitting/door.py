@@ -67,6 +67,20 @@ def check_names(model: Any, kwargs: Mapping[str, Any]) -> None:
             )
 
 
+def check_batch(model: Any, batch: tuple[Any, ...]) -> None:
+    """Refuse a dict, which is one argument, by the names of the model's own."""
+    takes: Any = {}
+    with suppress(TypeError, ValueError):  # what has no signature takes anything
+        takes = inspect.signature(getattr(model, "forward", model)).parameters
+    named = next(iter(batch), None)
+    if isinstance(named, Mapping) and (names := sorted(takes.keys() & named.keys())):
+        raise ValueError(
+            f"Each minibatch of data= is a dict with names of the model's arguments, as {names[0]!r}, "
+            f"and is one argument. Let the collate_fn= of the DataLoader return tuples, or the model "
+            f"take the dict."
+        )
+
+
 def check_sums(loss: Any, guide: Any, sites: Sites, args: Any, kwargs: Any) -> None:
     """Refuse a loss that does not sum out the marked sites, and so is of another posterior."""
     marked = [n for n in sites if is_marked(sites[n])] if isinstance(loss, NOT_SUMMING) else []

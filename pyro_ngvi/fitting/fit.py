@@ -24,13 +24,13 @@ from ..distributed.processes import rank
 from ..guides.deadline import ending_by
 from ..linalg.host import own_random_state
 from ..optim.rule import require
-from ..runtime.checks import check_missing
+from ..runtime.checks import check_missing, warn_of_noise
 from ..runtime.run import Minibatches, look
 from ..runtime.store import ModuleParams
 from .advice import Advice, Structure, advise
 from .batches import Batches
 from .checkpoint import called, collect, restore, write
-from .door import check_guide_of, check_names, check_sums, is_true, take_guide
+from .door import check_batch, check_guide_of, check_names, check_sums, is_true, take_guide
 from .kept import Kept
 from .ladder import climb
 from .progress import Progress, signals
@@ -181,10 +181,13 @@ class Fit(Result):
     def _check(self, args: Any) -> None:
         """What arguments tell that no step has seen."""
         with poutine.block(), ModuleParams(), pyro.validation_enabled(False):
-            again = partial(look, self.model, {}, args, self.kwargs, Minibatches())
-            seen = again()
+            given = {"args": args, "kwargs": self.kwargs, "minibatches": Minibatches()}
+            again = partial(look, self.model, **given)
+            seen = again({})
             with own_random_state(torch.initial_seed() // 2 + 1):  # another draw of the prior
-                check_missing(seen, again)
+                check_missing(seen, partial(again, {}))
+                with suppress(RuntimeError):  # of a density that cannot be evaluated there
+                    warn_of_noise(seen, again)
             check_sums(self.advice.loss, self.svi.guide, seen, args, self.kwargs)
         if self.batches is not None:
             self.batches.warn_of_no_share(seen)
@@ -303,6 +306,8 @@ def fit(
             "name a guide."
         )
     first = args if data is None else next(Batches(data))
+    if data is not None:
+        check_batch(model, first)
     parts = {"optim": optim, "loss": loss, "num_particles": num_particles}
     how: dict[str, Any] = {"max_steps": max_steps, "progress": progress, "every": every}
     how["callbacks"] = list(callbacks)

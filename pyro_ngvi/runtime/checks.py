@@ -8,6 +8,7 @@ CPU and against supports without latent variables.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -24,6 +25,8 @@ from .density import (
     Sites,
     check_log_prob_shape,
     innermost,
+    is_latent,
+    is_minibatch,
     site_kind,
     site_log_prob,
     with_density,
@@ -134,6 +137,30 @@ def _of_missing(site: Site) -> str:
         f"numbers under the mask: poutine.mask(mask=torch.isfinite(y)), "
         f"obs=torch.where(torch.isfinite(y), y, 0.0)."
     )
+
+
+def warn_of_noise(sites: Sites, again: Callable[[Values], Sites]) -> None:
+    """Warn where data have another log p in a run ``again`` at the same latent values and minibatches.
+
+    Data that differ themselves are a minibatch of the model's own.
+    """
+    seen = {name: site for name, site in sites.items() if is_latent(site) or is_minibatch(site)}
+    other = again({name: site["value"] for name, site in seen.items()})
+    indices = (n for n, site in seen.items() if is_minibatch(site))
+    if not all(n in other and torch.equal(seen[n]["value"], other[n]["value"]) for n in indices):
+        return
+    for name in (n for n in sites if site_kind(sites[n]) in ("observed", "factor") and n in other):
+        first, second = sites[name], other[name]
+        same = torch.equal(*(torch.as_tensor(s["value"]) for s in (first, second)))
+        a, b = site_log_prob(first)[1], site_log_prob(second)[1]
+        if same and not torch.allclose(a, b, rtol=1e-3, atol=1e-3, equal_nan=True):
+            warnings.warn(
+                f"log p of {name!r} changes when the model runs again at the same latent values, as by "
+                f"dropout in training: ELBO and verdict are off by that noise. Call module.eval(), or "
+                f"draw what is random at a site of the model.",
+                stacklevel=2,
+            )
+            return
 
 
 def check_data(checked: Sites, program: Program, values: Values) -> None:

@@ -272,3 +272,37 @@ def test_losses_that_sum_out_marked_sites_or_have_them_in_the_guide() -> None:
 
     ngvi.fit(mixture, Y, loss=TraceEnum_ELBO(max_plate_nesting=1), **HOW)
     ngvi.fit(mixture, Y, guide=guide, optim=Adam({"lr": 0.01}), loss=Trace_ELBO(), **HOW)
+
+
+def test_a_model_whose_log_p_is_random_is_told_and_no_other() -> None:
+    """Dropout in training; not minibatches, nor noise that log p does not see."""
+    net = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Dropout(0.3))
+
+    def noisy(x: Tensor, y: Tensor) -> None:
+        w = pyro.sample("w", dist.Normal(torch.zeros(8), 1.0).to_event(1))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(net(x) @ w, 1.0), obs=y)
+
+    def minibatch(y: Tensor, own: bool) -> None:
+        m = pyro.sample("m", dist.Normal(torch.randn(()).detach() * 0.0, 1.0))
+        pyro.deterministic("noise", torch.randn(()))
+        index = torch.randperm(len(y))[:5] if own else None
+        with pyro.plate("data", len(y), subsample_size=5, subsample=index) as i:
+            pyro.sample("y", dist.Normal(m + y[i], 1.0), obs=torch.ones_like(y)[i])
+
+    x = torch.linspace(-1.0, 3.0, 12).unsqueeze(1)
+    with pytest.warns(UserWarning, match=r"log p of 'y' changes .* Call module.eval\(\)") as told:
+        ngvi.fit(noisy, x, Y, **HOW)
+    assert len(told) == 1 and len(str(told[0].message)) <= 240
+    net.eval()
+    ngvi.fit(noisy, x, Y, **HOW)  # warnings are errors here
+    for own in (False, True):
+        ngvi.fit(minibatch, Y, own, **HOW)
+
+
+def test_minibatches_are_no_dicts_of_arguments() -> None:
+    rows = [{"y": Y}]
+    with pytest.raises(ValueError, match="names of the model's arguments, as 'y', and"):
+        ngvi.fit(model, data=rows, **HOW)
+    fit = ngvi.fit(lambda batch: model(**batch), data=rows, **HOW)  # which may be one
+    assert fit.steps == 5
