@@ -142,10 +142,9 @@ class AutoHierarchical(MadeAtFirstCall):
             )
         with self._loading_waiting_state(), model_under(self, FlatPriors()):
             super()._setup_prototype(*args, **kwargs)
-            units = find_units(call.model, args, kwargs, self._wanted)
-            nodes = self.prototype_trace.nodes
-            like = nodes[units.names[0]]["value"].detach()
-            followed = sum(nodes[name]["value"].numel() for name in units.followed)
+            units, trace = find_units(call.model, args, kwargs, self._wanted), self.prototype_trace
+            like = trace.nodes[units.names[0]]["value"].detach()
+            followed = sum(trace.nodes[name]["value"].numel() for name in units.followed)
             self.sites, self._units = SiteTable(like, units.size, units.width, followed), units
             if self._ours:
                 self.globals.find_start = partial(better_start, units, call, self.globals)
@@ -330,6 +329,7 @@ class AutoHierarchical(MadeAtFirstCall):
 
     def add(self, count: int) -> None:
         """Make room for ``count`` units more, which come after those of before, by their prior."""
+        every = torch.arange(self.units.countable)  # refused before the first call, without a table
         if not isinstance(count, Integral) or count < 1:
             raise ValueError(f"count is how many units come, at least 1, got {count!r}.")
         every = torch.arange(self.units.countable)
