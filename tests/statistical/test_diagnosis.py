@@ -358,6 +358,14 @@ def test_chains_alone_do_not_overrule_what_weights_have_seen(
         assert found.verdict.endswith("but weights move the mean of 'x' by up to 0.41 sds.")
 
 
+def test_the_word_of_weights_on_all_modes_is_a_sentence_of_its_own() -> None:
+    small = torch.full((2, 1), 0.01)
+    good = Moved(mean=small, mean_error=small, log_sd=small, log_sd_error=small, rho=small)
+    found = Diagnosis({"x": good}, {}, KHat(0.9, 0.7, 20.0, np.zeros(1000)), 0.8, modes=2)
+    assert found.decision == "unclear"
+    assert "in each of 2 modes. Of all modes together: Not usable: k-hat is 0.90," in found.verdict
+
+
 def test_a_spike_in_the_prior_is_not_overlooked() -> None:
     """Half of the prior is N(0, 0.05), and chains of the slab's steps stay where they are."""
 
