@@ -234,9 +234,7 @@ def _named(what: str, name: str, places: tuple[Any, ...], of: type) -> Any:
     known = {n: x for n, x in known.items() if isinstance(x, type) and issubclass(x, of)}
     if name not in known:
         near = get_close_matches(name, known, n=5, cutoff=0.0)
-        auto = ': guide="auto" is for fit, which tries several' * (
-            (what, name) == ("guide", "auto")
-        )
+        auto = ": that is for fit, which tries several" * (f"{what}={name}" == "guide=auto")
         raise ValueError(f"There is no {what} called {name!r}{auto}. Near are {', '.join(near)}.")
     return known[name]
 

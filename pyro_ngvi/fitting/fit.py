@@ -181,11 +181,12 @@ class Fit(Result):
     def _check(self, args: Any) -> None:
         """What arguments tell that no step has seen."""
         with poutine.block(), ModuleParams(), pyro.validation_enabled(False):
-            given = {"args": args, "kwargs": self.kwargs, "minibatches": Minibatches()}
-            again = partial(look, self.model, **given)
+            again = partial(
+                look, self.model, args=args, kwargs=self.kwargs, minibatches=Minibatches()
+            )
             seen = again({})
             with own_random_state(torch.initial_seed() // 2 + 1):  # another draw of the prior
-                check_missing(seen, partial(again, {}))
+                check_missing(seen, again)
                 with suppress(RuntimeError):  # of a density that cannot be evaluated there
                     warn_of_noise(seen, again)
             check_sums(self.advice.loss, self.svi.guide, seen, args, self.kwargs)

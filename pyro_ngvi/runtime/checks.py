@@ -109,7 +109,7 @@ def _of_nan(value: Any) -> str:
     )
 
 
-def check_missing(sites: Sites, again: Callable[[], Sites]) -> None:
+def check_missing(sites: Sites, again: Callable[[Values], Sites]) -> None:
     """Refuse NaN among the data, which steps of ``AutoSites`` take and what comes after them does not,
     and infinite data whose density is zero wherever a guide may go.
 
@@ -119,7 +119,7 @@ def check_missing(sites: Sites, again: Callable[[], Sites]) -> None:
     for name, site in sites.items():
         words = _of_missing(site) if site_kind(site) == "observed" else ""
         if words:
-            now, then = (s["value"].nan_to_num() for s in (site, again().get(name, site)))
+            now, then = (s["value"].nan_to_num() for s in (site, again({}).get(name, site)))
             if torch.equal(now, then):
                 raise ValueError(f"The site {name!r} cannot be evaluated: {words}")
 
@@ -144,16 +144,14 @@ def warn_of_noise(sites: Sites, again: Callable[[Values], Sites]) -> None:
 
     Data that differ themselves are a minibatch of the model's own.
     """
-    seen = {name: site for name, site in sites.items() if is_latent(site) or is_minibatch(site)}
-    other = again({name: site["value"] for name, site in seen.items()})
-    indices = (n for n, site in seen.items() if is_minibatch(site))
-    if not all(n in other and torch.equal(seen[n]["value"], other[n]["value"]) for n in indices):
+    other = again({name: site["value"] for name, site in sites.items() if is_latent(site)})
+    pairs = {name: (site, other[name]) for name, site in sites.items() if name in other}
+    same = [n for n, ab in pairs.items() if torch.equal(*(torch.as_tensor(s["value"]) for s in ab))]
+    if any(is_minibatch(sites[name]) for name in pairs.keys() - same):
         return
-    for name in (n for n in sites if site_kind(sites[n]) in ("observed", "factor") and n in other):
-        first, second = sites[name], other[name]
-        same = torch.equal(*(torch.as_tensor(s["value"]) for s in (first, second)))
-        a, b = site_log_prob(first)[1], site_log_prob(second)[1]
-        if same and not torch.allclose(a, b, rtol=1e-3, atol=1e-3, equal_nan=True):
+    for name in (n for n in same if site_kind(sites[n]) in ("observed", "factor")):
+        a, b = (site_log_prob(site)[1] for site in pairs[name])
+        if not torch.allclose(a, b, rtol=1e-3, atol=1e-3, equal_nan=True):
             warnings.warn(
                 f"log p of {name!r} changes when the model runs again at the same latent values, as by "
                 f"dropout in training: ELBO and verdict are off by that noise. Call module.eval(), or "
