@@ -53,7 +53,7 @@ def way_on(fit: Result) -> str:
         call = guide, *fit.args
         if whole and not verdict.ok and verdict is fit.khat and can_collapse(*call, **fit.kwargs):
             return "Or take fit.to_arviz(corrected=True), which has its own verdict."
-    elif whole and (units := fit._structure.units) is not None and units.pooled:
+    elif whole and (units := fit._structure.units) and (units.pooled or not verdict.ok):
         if verdict.ok:
             blind = "Neither chains nor weights see the neck of a funnel, where scales are small"
             lost = guide.lost if isinstance(guide, AutoMixtureNormal) else ""

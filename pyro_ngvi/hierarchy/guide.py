@@ -332,7 +332,6 @@ class AutoHierarchical(MadeAtFirstCall):
         every = torch.arange(self.units.countable)  # refused before the first call, without a table
         if not isinstance(count, Integral) or count < 1:
             raise ValueError(f"count is how many units come, at least 1, got {count!r}.")
-        every = torch.arange(self.units.countable)
         self.sites.keep(every, count)
 
     def remove(self, indices: Tensor | Sequence[int]) -> None:
