@@ -271,7 +271,7 @@ print(fits["Gaussian"].diagnosis)
 
 # %%
 how = {"guide": "AutoCouplingFlow", "tol": 0.005, "max_steps": 300, "progress": False}
-fits["flow"] = ngvi.fit(schools, sigma, y, seed=0, **how)
+fits["flow"] = ngvi.fit(schools, sigma, y, seed=1, **how)
 print(fits["flow"].diagnosis)
 
 # %% [markdown]
