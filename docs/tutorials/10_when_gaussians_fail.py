@@ -424,8 +424,8 @@ plt.show()
 # Medians of three seeds; *decisions* are those of `diagnose`, seed by seed. In KL the structured
 # guide and the flow are nearest, the rewritten Gaussian is next, and the Gaussian of the centred
 # model is far off: `diagnose` calls it unusable at every seed. The corrected draws of the structured
-# guide have $P(\tau < 1)$ nearly right. The other two remedies give it too low, as they do not go all the
-# way down the neck. That includes fits whose intervals are accepted.
+# guide have $P(\tau < 1)$ nearly right. The other two remedies give it too low, as they do not go
+# all the way down the neck. That includes fits whose intervals are accepted.
 # `diagnose` looks at means and sds of $\tau$ itself, of which the neck is a small part; about a tail
 # that matters to you, ask by a chain of remedy 4. Where it says "unclear", its thousand chains, and
 # then four thousand, could not tell, and the guide may be as close as those that it accepts.

@@ -33,7 +33,8 @@ SETTLING, FIRST, FAR = 6, 2, 100.0
 
 def better_start(units: Units, call: Call, globals: Any, loc: Tensor) -> Tensor:
     """``loc`` (d,), unconstrained, or the mode of f where a few steps show that this is far away."""
-    if not units.smooth or loc.is_meta:
+    # a block may have several modes at each v
+    if units.is_block or not units.smooth or loc.is_meta:
         return loc
     layout = LatentLayout(globals.prototype_trace)
     units = replace(units, followed=())  # sites are made anew at each v
