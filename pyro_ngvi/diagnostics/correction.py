@@ -95,7 +95,8 @@ def refined(model: Collapsed, draws: int = DRAWS) -> ExactUnits:
 def proposal(model: Collapsed, draws: int = DRAWS) -> ExactUnits:
     """With that r(v) of the smallest k-hat among a few."""
     layout, tried = model.layout, []
-    theta, _ = _drawn(ExactUnits(model), layout, max(draws, EACH * layout.dim))
+    theta, log_q = _drawn(ExactUnits(model), layout, max(draws, EACH * layout.dim))
+    theta = theta[log_q.isfinite()]
     mean, covariance = theta.mean(0), theta.mT.cov().reshape(2 * theta.shape[1:])
     if bool((theta == theta[0]).all(0).any()):  # a guide that is a point in some of them
         return ExactUnits(model)
@@ -159,8 +160,8 @@ def moved_by_weights(
     model: Any, guide: AutoHierarchical, args: Any, kwargs: Any, draws: int
 ) -> tuple[dict[str, Moved], dict[str, Moved], tuple[ExactUnits, KHat]] | None:
     """By how much a trained guide is off, with its units integrated out, from so many draws of r, or
-    more where these leave it open, with the guide that has r and its weights; ``None`` where quadrature
-    or weights are not to be relied on."""
+    more where these leave it open or refuse, with the guide that has r and its weights; ``None`` where
+    quadrature or weights are not to be relied on."""
     start = thread_time()
     try:
         collapsed = Collapsed(guide, args, kwargs, None)
@@ -195,7 +196,7 @@ def moved_by_weights(
     each = [m for part in found for m in part.values()]
     undecided = not all(m.is_good or m.is_off for m in each)
     if more == MORE and undecided and patient:
-        return moved_by_weights(model, guide, args, kwargs, more)
+        return moved_by_weights(model, guide, args, kwargs, more) or (*found, (better, weights))
     return *found, (better, weights)
 
 

@@ -66,7 +66,7 @@ def predict(
         batch_size: draws that the model sees at once; ``None`` for a number that bounds memory.
         seed: makes the result repeatable and leaves the global random state as it was. The same seed
             gives the draws of :func:`to_arviz`, posterior and ``predictions``; of corrected ones
-            where they are 1,000 or more.
+            from ``num_samples=1000`` on.
 
     Raises:
         ValueError: when the guide was never called, the model or the guide cannot run on these

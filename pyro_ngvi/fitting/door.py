@@ -67,13 +67,14 @@ def check_names(model: Any, kwargs: Mapping[str, Any]) -> None:
             )
 
 
-def check_batch(model: Any, batch: tuple[Any, ...]) -> None:
-    """Refuse a dict, which is one argument, by the names of the model's own."""
+def check_batch(model: Any, batch: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Refuse a dict, which is one argument, by the names of several of the model's own."""
     takes: Any = {}
     with suppress(TypeError, ValueError):  # what has no signature takes anything
         takes = inspect.signature(getattr(model, "forward", model)).parameters
-    named = next(iter(batch), None)
-    if isinstance(named, Mapping) and (names := sorted(takes.keys() & named.keys())):
+    named = batch[0] if len(batch) == 1 else None
+    names = sorted(takes.keys() & named.keys() - kwargs) if isinstance(named, Mapping) else []
+    if len(names) > 1:
         raise ValueError(
             f"Each minibatch of data= is a dict with names of the model's arguments, as {names[0]!r}, "
             f"and is one argument. Let the collate_fn= of the DataLoader return tuples, or the model "

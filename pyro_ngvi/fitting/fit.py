@@ -117,7 +117,6 @@ class Fit(Result):
             self.stop.batches = Batches(data)
         take_guide(self.svi.guide, self._own)
         self.put_back()
-        self._kept = Kept()  # nothing is put back in the middle of the run
         stop = self.stop
         stop.limit(max_steps, max_time, tol)
         if checkpoint is not None and not Path(checkpoint).parent.is_dir():
@@ -134,7 +133,7 @@ class Fit(Result):
         checkpoint, bar = checkpoint if is_first else None, Progress(stop, progress and is_first)
         try:
             end = time.monotonic() + SEARCH * (max_time or math.inf)
-            with signals(not self.is_spread) as noted, ending_by(end):
+            with signals(not self.is_spread) as noted, ending_by(end), self._kept.training():
                 while True:
                     ended = self._step(bar)
                     # a list, so that all of them are called
@@ -222,6 +221,7 @@ class Fit(Result):
         parts = self.stop, self.batches
         restore(self._saved, self.svi, args, self.kwargs, *parts, f"load: {self._path}")
         self._saved = None
+        self._kept.keep(self.model, self.svi.guide, args, self.kwargs)
 
 
 def fit(
@@ -308,7 +308,7 @@ def fit(
         )
     first = args if data is None else next(Batches(data))
     if data is not None:
-        check_batch(model, first)
+        check_batch(model, first, kwargs)
     parts = {"optim": optim, "loss": loss, "num_particles": num_particles}
     how: dict[str, Any] = {"max_steps": max_steps, "progress": progress, "every": every}
     how["callbacks"] = list(callbacks)

@@ -107,8 +107,9 @@ def climb(structure: Structure, fit: Callable[..., Any], max_time: float | None)
         gain = math.inf if best is None else rung.elbo - best.khat.elbo
         error = 0.0 if best is None else math.hypot(rung.error, best.khat.elbo_error)
         good = rung.decision == "intervals"
-        # corrected draws reach further than their guide
-        reach = max(0.0, found.khat.kl) if isinstance(found.verdict, Corrected) else 0.0
+        # of corrected draws: up to the log evidence, ELBO + KL
+        corrects = isinstance(found.verdict, Corrected) and best is not None and not best.verdict.ok
+        reach = max(0.0, found.khat.kl) if corrects else 0.0
         better = gain > 0.0 or (good and gain > -error - reach)
         better &= good or best is None or not best.verdict.ok
         better |= _loses_a_mode(best, of=found)

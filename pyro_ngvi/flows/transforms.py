@@ -29,7 +29,7 @@ KINDS = ("affine", "spline", "autoregressive")
 #: an affine layer stretches by a factor between 1 / LARGEST and LARGEST, so that it cannot throw draws
 #: far away in the tails of eps, where no training was
 LARGEST = 10.0
-#: networks see x / REACH through tanh: far out, where no training was, a layer is affine
+#: networks of couplings see REACH tanh(x / REACH): far out, where no training was, they say the same
 REACH = 4.0
 #: parts of networks that draw, or change with the batch
 NOT_FIXED = (
@@ -107,7 +107,8 @@ class Spline:
 
 
 class CouplingFlow(nn.Module):
-    """Layers (a, b) -> (f(b; network(a)), a) from z to eps, f element by element (Dinh et al. 2017)."""
+    """Layers (a, b) -> (f(b; network(4 tanh(a / 4))), a) from z to eps, f element by element (Dinh et
+    al. 2017)."""
 
     cheap_inverse = True
 

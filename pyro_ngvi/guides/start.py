@@ -70,7 +70,7 @@ class MadeAtFirstCall(OwnName, AutoGuide):
 
     def __getstate__(self) -> dict[str, Any]:
         with kept_whole(self):
-            return {**super().__getstate__(), "curvature": None}
+            return {**super().__getstate__(), "curvature": None, "find_start": None}
 
     def copied_with_model(self, memo: dict[int, Any]) -> Any:
         """A deep copy that, unlike those that Pyro makes, has the model if this guide has it."""
@@ -162,9 +162,9 @@ class FirstCall(MadeAtFirstCall, AutoContinuous):
 
     def _start(self, loc: Tensor, args: Any, kwargs: Any) -> Tensors:
         """The first parameters, around ``loc``."""
-        if self.find_start is not None and self._waiting_state is None:
-            loc = self.find_start(loc)
-        self.find_start = None
+        find, self.find_start = self.find_start, None
+        if find is not None and self._waiting_state is None:
+            loc = find(loc)
         if self.init == "map":
             loc = find_mode(self, loc, args, kwargs)
         params = self.family.init(loc, self.init_scale)

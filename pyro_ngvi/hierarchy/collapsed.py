@@ -327,16 +327,16 @@ class ExactUnits:
 
     def __init__(self, collapsed: Collapsed, globals: Callable[[], Any] | None = None) -> None:
         self.collapsed, self.draws_at_once = collapsed, collapsed.at_once
-        call = collapsed.call
+        call, self.removals = collapsed.call, collapsed.guide.sites.removals
         self.globals: Any = globals or partial(collapsed.guide.globals, *call.args, **call.kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Draw all latent sites: a dict of values by name."""
-        guide, call, size = self.collapsed.guide, self.collapsed.call, self.collapsed.units.size
-        if len(guide.sites) < size:
+        guide, call, units = self.collapsed.guide, self.collapsed.call, self.collapsed.units
+        if guide.sites.removals != self.removals:
             raise ValueError(
-                f"These corrected draws are of {size} {self.collapsed.units.called}, of which "
-                f"guide.remove has left {len(guide.sites)}. Fit anew, or predict by the guide alone."
+                f"These corrected draws are of {units.size} {units.called}, of which guide.remove has "
+                f"taken some since. Fit anew, or predict by the guide alone."
             )
         values = dict(self.globals())
         drawn = self.collapsed.drawn({n: x.unsqueeze(0) for n, x in values.items()})

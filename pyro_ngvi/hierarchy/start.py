@@ -11,6 +11,7 @@ with the q(w) that those steps make held still in the gradient, which it does no
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from pyro import poutine
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from ..guides.deadline import is_late
 from ..guides.search import mode_of
 from ..linalg.host import fixed_normal, own_random_state
 from ..runtime.density import LatentLayout
@@ -27,12 +29,13 @@ from .conditional import Conditionals, Sites
 from .runs import Call, Given
 from .units import Units
 
-#: steps of the units' sites at each v; steps of L-BFGS that show how far it is, and nats that are far
+#: steps of the units' sites at each v; of L-BFGS, which are one line search, and nats that show that it
+#: is worth more
 SETTLING, FIRST, FAR = 6, 2, 100.0
 
 
 def better_start(units: Units, call: Call, globals: Any, loc: Tensor) -> Tensor:
-    """``loc`` (d,), unconstrained, or the mode of f where a few steps show that this is far away."""
+    """``loc`` (d,), unconstrained, or the mode of f where a line search finds f larger by 100 nats."""
     # a block may have several modes at each v
     if units.is_block or not units.smooth or loc.is_meta:
         return loc
@@ -40,6 +43,8 @@ def better_start(units: Units, call: Call, globals: Any, loc: Tensor) -> Tensor:
     units = replace(units, followed=())  # sites are made anew at each v
 
     def f(theta: Tensor) -> Tensor:
+        if is_late():
+            raise TimeoutError
         values, log_det = layout.unpack_with_log_det(theta)
         with own_random_state(0):  # of a minibatch: the same one
             given = units.given(call, values)
@@ -51,13 +56,15 @@ def better_start(units: Units, call: Call, globals: Any, loc: Tensor) -> Tensor:
         log_p = units.log_likelihood(twice, twice.priors.at(w))
         return (log_p + given.seen.scale * of_units).mean() + log_det
 
-    try:
-        with own_random_state(), poutine.block(), pyro.validation_enabled(False):
-            first = mode_of(f, loc, steps=FIRST)
-            here, there = (f(x.unsqueeze(0)) for x in (loc, first))
-            return mode_of(f, first) if bool(there > here + FAR) else loc
-    except Exception:  # whatever it is, the first step meets it
-        return loc
+    best = loc
+    with suppress(Exception), own_random_state(), poutine.block(), pyro.validation_enabled(False):
+        # whatever it is, the first step meets it
+        first = mode_of(f, loc, steps=FIRST)
+        here, there = (f(x.unsqueeze(0)) for x in (loc, first))
+        if bool(there > here + FAR):
+            best = first
+            best = mode_of(f, first)
+    return best
 
 
 @torch.no_grad()

@@ -21,6 +21,8 @@ class SiteTable(nn.Module):
     visits: Tensor
     #: how many were never moved; ``None``: not counted
     _new: int | None = None
+    #: how often units were left out
+    removals: int = 0
 
     def __init__(self, like: Tensor, n: int, k: int, D: int) -> None:
         super().__init__()
@@ -58,6 +60,7 @@ class SiteTable(nn.Module):
 
     def keep(self, kept: Tensor, added: int) -> None:
         """Leave out all units but those ``kept``, and make room for more."""
+        self.removals += len(kept) < len(self)
         for name, own in self.named_buffers():
             rows = own.index_select(0, kept.to(own.device))
             setattr(self, name, torch.cat([rows, own.new_zeros(added, *own.shape[1:])]))

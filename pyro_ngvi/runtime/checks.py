@@ -149,7 +149,7 @@ def warn_of_noise(sites: Sites, again: Callable[[Values], Sites]) -> None:
     same = [n for n, ab in pairs.items() if torch.equal(*(torch.as_tensor(s["value"]) for s in ab))]
     if any(is_minibatch(sites[name]) for name in pairs.keys() - same):
         return
-    for name in (n for n in same if site_kind(sites[n]) in ("observed", "factor")):
+    for name in (n for n in same if site_kind(sites[n]) == "observed"):
         a, b = (site_log_prob(site)[1] for site in pairs[name])
         if not torch.allclose(a, b, rtol=1e-3, atol=1e-3, equal_nan=True):
             warnings.warn(

@@ -250,8 +250,8 @@ def leaf_of(value: Any) -> Tensor:
 
 
 def held(name: str, own: Tensor, constraint: Any) -> Tensor:
-    """The unconstrained parameter that Pyro's store holds by this name from here on: ``own``, or one of
-    the same value.  Another one, of another module of the same names, stays what it was."""
+    """The unconstrained parameter that Pyro's store holds by this name from here on: ``own``, or under
+    a constraint a new one with about its value.  Another module's by this name stays what it was."""
     store: Any = pyro.get_param_store()
     if name in store and leaf_of(store[name]) is own:
         return own

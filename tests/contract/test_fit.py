@@ -241,9 +241,14 @@ def test_what_is_read_of_a_hierarchy_is_corrected_where_its_guide_is_off(scaled:
         z = (new["u"][:, 8:] - mean) * precision.sqrt()
         assert (z.mean(0).abs() < 0.08).all() and ((z.std(0) - 1.0).abs() < 0.06).all()
     fit.guide.remove([0] if scaled else [0, 8, 9])
-    for call in (fit.sample, partial(fit.predict, y[1:], s[1:], from_prior=[])):
-        with pytest.raises(ValueError, match="These corrected draws are of 8 units of 'schools'"):
-            call()
+    for back in (False, True):  # another one in the place of the last
+        if back:
+            fit.guide.add(1)
+        for call in (fit.sample, partial(fit.predict, y[1:], s[1:], from_prior=[])):
+            with pytest.raises(
+                ValueError, match="These corrected draws are of 8 units of 'schools'"
+            ):
+                call()
 
 
 @pytest.mark.parametrize("apart", [True, False])

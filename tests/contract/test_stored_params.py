@@ -427,3 +427,36 @@ def test_a_guide_that_its_user_trains_on_is_read_as_it_is() -> None:
     with torch.no_grad():
         guide.loc.fill_(7.0)
     assert fit.sample(200, seed=0)["w"].mean().item() == pytest.approx(7.0, abs=0.5)
+
+
+@pytest.mark.filterwarnings("ignore:[A-Z]+ leaves what is not natural")
+def test_a_fit_is_its_own_however_another_ends_and_after_it_was_loaded(tmp_path: Path) -> None:
+    X, y = data()
+
+    def fitted(y: Tensor, **how: Any) -> Any:
+        guide = AutoMultivariateNormal(with_params)
+        how = {"max_steps": 20, "progress": False} | how
+        return ngvi.fit(with_params, X, y, guide=guide, seed=0, **how)
+
+    def fails(fit: Any) -> None:
+        if fit.steps > 10:
+            raise KeyError("of the user's")
+
+    def reads(fit: Any) -> None:
+        if fit.steps > 10:
+            first.sample(10)
+
+    first = fitted(y)
+    own = first.sample(50, seed=0)["w"]
+    first.save(tmp_path / "fit")
+    with pytest.raises(KeyError):
+        fitted(5.0 - 3.0 * y, callbacks=[fails])
+    assert torch.equal(first.sample(50, seed=0)["w"], own)
+    with pytest.raises(ValueError, match="Another fit is running, which trains the parameter"):
+        fitted(5.0 - 3.0 * y, callbacks=[reads])
+    assert torch.equal(first.sample(50, seed=0)["w"], own)
+    guide = AutoMultivariateNormal(with_params)
+    loaded = ngvi.load(tmp_path / "fit", with_params, X, y, guide=guide)
+    assert torch.equal(loaded.sample(50, seed=0)["w"], own)
+    fitted(5.0 - 3.0 * y)
+    assert torch.equal(loaded.sample(50, seed=0)["w"], own)

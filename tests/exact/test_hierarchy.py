@@ -18,6 +18,7 @@ import pyro_ngvi as ngvi
 from pyro_ngvi.diagnostics import loo_units
 from pyro_ngvi.diagnostics.draws import guide_draws
 from pyro_ngvi.distributions import local_level
+from pyro_ngvi.guides.deadline import ending_by
 from pyro_ngvi.hierarchy.conditional import (
     Conditionals,
     Sites,
@@ -815,3 +816,11 @@ def test_the_start_is_the_mode_of_the_marginal_density_where_data_are_gaussian(
     error = 0.02 if batch is None else 0.15  # 2.5 of the largest standard errors with 300 units
     for name, value in wanted.items():
         assert found[name].item() == pytest.approx(value.item(), rel=error), name
+
+
+def test_the_start_ends_when_the_search_for_one_is_to_end() -> None:
+    y = (normal(100, 1) + normal(100, 5, seed=2) > 0.0).double()
+    guide = ngvi.AutoHierarchical(partial(answers, 100.0))
+    with ending_by(0.0):
+        guide(y)
+    assert guide.globals.median()["slope"] > 60.0

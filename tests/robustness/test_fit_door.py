@@ -301,8 +301,11 @@ def test_a_model_whose_log_p_is_random_is_told_and_no_other() -> None:
 
 
 def test_minibatches_are_no_dicts_of_arguments() -> None:
-    rows = [{"y": Y}]
-    with pytest.raises(ValueError, match="names of the model's arguments, as 'y', and"):
-        ngvi.fit(model, data=rows, **HOW)
-    fit = ngvi.fit(lambda batch: model(**batch), data=rows, **HOW)  # which may be one
-    assert fit.steps == 5
+    def shifted(x: Any, y: Tensor | None = None) -> None:
+        model(x["y"] if y is None else y - x)
+
+    with pytest.raises(ValueError, match="names of the model's arguments, as 'x', and"):
+        ngvi.fit(shifted, data=[{"x": 0.0, "y": Y}], **HOW)
+    # which may be one
+    for takes, row in (lambda batch: model(**batch), {"y": Y}), (shifted, {"z": 0.0, "y": Y}):
+        assert ngvi.fit(takes, data=[row], **HOW).steps == 5
