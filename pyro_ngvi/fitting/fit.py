@@ -82,7 +82,6 @@ class Fit(Result):
         self._saved: dict[str, Any] | None = None
         self._path: Any = None
         self._kept = Kept()
-        self._own = object()
         #: whether no step has seen the arguments of now
         self._unseen = True
 
@@ -115,7 +114,7 @@ class Fit(Result):
         if data is not None:
             self.batches = Batches(data)
             self.stop.batches = Batches(data)
-        take_guide(self.svi.guide, self._own)
+        take_guide(self.svi.guide, self._kept.mark)
         self.put_back()
         stop = self.stop
         stop.limit(max_steps, max_time, tol)
@@ -210,7 +209,7 @@ class Fit(Result):
     def put_back(self) -> None:
         """Restore parameters that another fit has trained on, or that have left Pyro's store, and what
         was loaded from a file."""
-        check_guide_of(self.svi.guide, self._own)
+        check_guide_of(self.svi.guide, self._kept.mark)
         self._kept.put_back()
         if self._saved is None:
             return

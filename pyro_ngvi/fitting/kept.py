@@ -27,6 +27,7 @@ class Kept:
     def __init__(self) -> None:
         #: by name: the tensor that was trained, its value, its constraint, whether a module has it
         self.params: dict[str, tuple[Tensor, Tensor, Any, bool]] = {}
+        #: of the fit, beside those of others
         self.mark = object()
 
     @contextmanager
