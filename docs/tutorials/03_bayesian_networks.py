@@ -200,8 +200,8 @@ print(f"one Gaussian for all wines: test log density {bell:.2f} nats a wine")
 first, second = (wine_table.set_index("guide").loc[name] for name in fits)
 assert min(first["test log density"], second["test log density"]) > bell + 0.2
 assert abs(first["test log density"] - second["test log density"]) < 0.1
-assert second["at 5"] > 1.8 * second["sd of mean at 0"]
-assert first["at 5"] < 1.6 * first["sd of mean at 0"]
+assert second["at 5"] > 1.3 * max(second["sd of mean at 0"], first["at 5"])
+assert first["at 5"] < 1.4 * first["sd of mean at 0"]
 assert second["ELBO"] > first["ELBO"] + 2.0
 
 # %% [markdown]
@@ -212,16 +212,28 @@ assert second["ELBO"] > first["ELBO"] + 2.0
 # Both find the bend, and both beat one Gaussian for all wines by the same margin. With 58 test
 # wines the shares are known to four to seven percentage points, so both are a little modest.
 # But look to the right of the last wine: with the full covariance the inner band opens, with
-# independent weights it stays as narrow as in the middle.
+# independent weights it stays about as narrow as in the middle. The ELBO, which is higher for the
+# full covariance, says the same of the weights.
+#
+# Is the wider band wide enough? Ask the fits.
+
+# %%
+for fit in fits.values():
+    print(fit.verdict, "\n")
+
+# %% [markdown]
+# Neither is usable, and for predictions away from the data that is the right word. Five hidden
+# units can change places and signs, so the posterior has $5! \, 2^5 = 3840$ modes that are alike,
+# and others that are not; a Gaussian sits in one of them. What all of the modes have to say about
+# wines beyond the data is more than one Gaussian knows, and another start may end in a mode with a
+# wider band.
 #
 # **Conclusion.** Where there are data, the two families predict alike. Where there are none,
-# independent weights do not know that they do not know. If error bars away from the data matter,
-# take a family with correlations: `AutoFullRankNormal`, up to some thousand weights. Larger
-# networks can have `AutoMatrixNormal` or [`AutoWalshHadamard`](04_walsh_hadamard.ipynb); look at
-# their bands before you trust them. (Weights are not to be interpreted one by one: hidden units
-# can change places, and `fit.verdict`, which judges the weights, is bad for both. Judge
-# predictions.)
-#
+# independent weights do not know that they do not know, and a full covariance knows it in part. If
+# error bars away from the data matter, take a family with correlations: `AutoFullRankNormal`, up to
+# some thousand weights; for a network as small as this one check against `NUTS`. Larger networks
+# can have `AutoMatrixNormal` or [`AutoWalshHadamard`](04_walsh_hadamard.ipynb); look at their bands
+# before you trust them, and do not interpret weights one by one.
 #
 # ## Digits: the contest
 #
@@ -336,8 +348,8 @@ def reliability(prob, labels, bins=10):
 # First the tuning, on one split: four weights for each method, and two rates where Adam is at
 # work. `VOGN` and `IVON` keep their default rates, which fall with the steps. The numbers of steps
 # are fixed, so that the tables can be reproduced, and chosen so that runs cost about the same; the
-# line below the table says how nearly (BBB, VOGN and IVON get more than their share). The score is
-# the negative log likelihood of validation digits, in nats a digit; lower is better.
+# line below the table says how nearly. The score is the negative log likelihood of validation
+# digits, in nats a digit; lower is better.
 
 # %% tags=["hide-input"]
 methods = {"MAP": best, "ensemble": best, "BBB": bbb, "VOGN": vogn, "IVON": ivon}
