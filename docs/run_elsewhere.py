@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -104,11 +103,9 @@ def stans(names: dict[str, Any]) -> tuple[Draws, float]:
 
     A draw of NUTS counts as a quarter of an independent one.
     """
-    stan: Any = import_module("stan")
-
-    data = arrays(names) | {"N": len(names["X"]), "K": names["X"].shape[1]}
-    data["y"] = names["y"].int().tolist()
-    fit = stan.build(block("Stan"), data=data, random_seed=1).sample(num_chains=2, num_samples=2000)
+    found = arrays(names) | {"program": block("Stan")}
+    exec(fences("coming_from.md", ":::{tab-item} Stan")[0], found)
+    fit = found["fit"]
     draws = {"a": fit["a"][0][::4], "w": fit["w"].T[::4]}
     weights = np.asarray(names["fit"].khat.log_weights)
     return draws, float(
