@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
+from itertools import product
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urldefrag
@@ -78,13 +79,13 @@ def wrong_pages(site: Path, chromium: str, screenshots: Path | None) -> Iterator
             page.evaluate("() => window.MathJax?.startup?.promise")
             if page.locator("mjx-merror").count():
                 yield f"{name}: a formula that MathJax cannot read"
-            for size, view in SIZES.items():
+            for (size, view), scheme in product(SIZES.items(), SCHEMES):
                 page.set_viewport_size(view)
+                page.emulate_media(color_scheme=scheme)
                 over = page.evaluate(OVER)
                 if over > 0:
-                    yield f"{name}, {size}: {over} pixels wider than the screen"
-                for scheme in SCHEMES if screenshots else ():
-                    page.emulate_media(color_scheme=scheme)
+                    yield f"{name}, {size}, {scheme}: {over} pixels wider than the screen"
+                if screenshots:
                     file = f"{name.removesuffix('.html').replace('/', '-')}-{size}-{scheme}.png"
                     page.screenshot(path=screenshots / file, full_page=True)
             yield from (f"{name}: {text}" for text in said)
