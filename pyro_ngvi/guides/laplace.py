@@ -22,8 +22,8 @@ by a few draws of q.  By Bonnet's and Price's theorems dELBO/dm = -E_q grad f an
 dELBO/dSigma = (P - E_q hess f) / 2, so that its fixed points are the stationary points of the ELBO in
 the family (Opper & Archambeau 2009; with a learning rate it is VON, Khan & Lin 2017).
 
-**Instead**, where one of several paths leads to the best, far from the posterior: as much work of
-natural-gradient steps from the start that was to be replaced, if they reach a larger ELBO.
+**Instead**, far from the posterior, where one of several paths leads to the best or d is large: as much
+work of natural-gradient steps from the start that was to be replaced, if they reach a larger ELBO.
 
 A search stops at the time that it has to end by (:mod:`.deadline`), with what it has.
 """
@@ -49,8 +49,8 @@ from .found import BARRIER, COMPARABLE, SAME, Found, Gaussian, holder, modes_of
 from .scouts import led, looks_convex
 
 LogDensity = Callable[[Tensor], Tensor]  # theta (S, d) to (S,)
-#: the d above which there is one point to start from, and the largest d
-MANY, LARGEST = 64, 500
+#: the d above which there are no steps on expectations, and half of the budget, and the largest d
+FEW, LARGEST = 64, 500
 #: points where all lead to one ELBO; else at least, until so many led to the best ELBO, and at most
 STARTS, AGAIN, NEAR, MORE_STARTS = 4, 6, 3, 32
 #: points whose tangents, and others whose ends are looked at, and sds beside sqrt(d) from other ends
@@ -78,6 +78,7 @@ class Search:
 
     def __init__(self, density: LogDensity, like: Tensor) -> None:
         self.density, self.d, self.evaluations = density, len(like), 0
+        self.budget = BUDGET if self.d <= FEW else BUDGET // 2
         self.ends: list[Gaussian] = []
         #: ends of paths, and of the steps on expectations from there
         self.smoothed_ends: list[tuple[Gaussian, Gaussian]] = []
@@ -97,9 +98,8 @@ class Search:
 
     def draws(self, family: Any, params: Tensors, n: int, part: int = 0) -> Tensor:
         """Draws (n, d) of a member by one part of the noise."""
-        return family.rsample(
-            params, centred(self.noise[n * part :][:n, : family.noise_dim(params)])
-        )
+        noise = self.noise[n * part :][:n, : family.noise_dim(params)]
+        return family.rsample(params, centred(noise))
 
     def log_ratio(self, family: Any, params: Tensors, n: int) -> Tensor:
         """log p - log q of n common draws, (n,)."""
@@ -227,13 +227,13 @@ class Search:
         """See :func:`best_gaussian`."""
         reached, near, convex = [], 0, False
         points, same = tee(points)
-        for point in islice(points, MORE_STARTS if self.d <= MANY else 1):
+        for point in islice(points, MORE_STARTS):
             end = self.visit(point)
             reached.append(-torch.inf if end is None else end.elbo)
             convex = len(reached) == 1 and self.is_convex(islice(same, SCOUTS))
             near = sum(elbo > max(reached) - SAME for elbo in reached)
             enough = near == len(reached) == STARTS or (len(reached) >= AGAIN and near >= NEAR)
-            if convex or enough or self.evaluations > BUDGET or is_late():
+            if convex or enough or self.evaluations > self.budget or is_late():
                 break
         reached += [] if convex else self.scouted(points)
         best = self.final()
@@ -241,8 +241,9 @@ class Search:
         if best is not None:
             found.append(self.member(best, family))
             # where no other point leads may be no mass, as with a scale of 0 and effects that are equal
-            if near == 1 and not convex and best.spread > SAME and not is_late():
-                steps = self.evaluations // (DRAWS * len(reached))
+            few = self.d <= FEW  # else no end of a path has been moved by steps on expectations
+            if (near == 1 or not few) and not convex and best.spread > SAME and not is_late():
+                steps = self.evaluations // (DRAWS * (len(reached) if few else 2))
                 found.append(ascended(lambda z: -self.f(z), family, given, steps))
                 reached.append(lower(self.log_ratio(family, found[-1], COMPARED)))
         # an ELBO may be the noise of a few draws, if q is far from the posterior
@@ -253,7 +254,7 @@ class Search:
 
     def is_convex(self, points: Iterable[Tensor]) -> bool:
         """Whether all that is known of f after one path, and at points (d,), is so of a convex one."""
-        if self.d <= MANY and self.ends and self.positive and not is_late():
+        if self.ends and self.positive and not is_late():
             with suppress(RuntimeError, ValueError):  # as in a path
                 W = torch.linalg.inv(self.ends[0].precision)
                 return looks_convex(self.f, torch.stack([self.ends[0].loc, *points]), W)
@@ -264,7 +265,7 @@ class Search:
         all ends and may hold mass."""
         reached: list[float] = []
         ends = [q for q in self.ends if q.elbo > -torch.inf]
-        if self.d > MANY or not ends or self.evaluations > BUDGET or is_late():
+        if not ends or self.evaluations > self.budget or is_late():
             return reached
         best = max(ends, key=lambda q: q.elbo)
         with suppress(RuntimeError, ValueError):  # as in a path, of all of them
@@ -274,7 +275,7 @@ class Search:
             log_mass = 0.5 * log_det - value
             least = 0.5 * torch.logdet(W) - self.f(best.loc[None])[0] - self.within
             for x in theta[log_mass.argsort(descending=True)[: int((log_mass > least).sum())]]:
-                if self.evaluations > BUDGET or is_late():
+                if self.evaluations > self.budget or is_late():
                     break
                 if not bool(self.is_near(x)):
                     end = self.visit(x)
@@ -297,8 +298,7 @@ class Search:
 
     def barrier(self, a: Gaussian, b: Gaussian, known: Iterable[Gaussian]) -> float:
         """Nats by which log p falls half way between two Gaussians, at the best point of that plane;
-        infinity where another of the ``known`` has that point: these are joined by way of it, or not.
-        """
+        infinity where another of the ``known`` has that point: they are joined by way of it, or not."""
         middle, along = 0.5 * (a.loc + b.loc), b.loc - a.loc
         plane = torch.linalg.qr(along.unsqueeze(-1), mode="complete")[0][:, 1:]
         theta = middle
@@ -314,10 +314,10 @@ class Search:
 
     def final(self) -> Gaussian | None:
         """The best of the ends, if one has an ELBO."""
-        best = sorted(self.ends, key=lambda q: -q.elbo)[:FINALISTS]
-        best = [q for q in best if q.elbo > -torch.inf]
+        ends = (q for q in self.ends if q.elbo > -torch.inf)
+        best = sorted(ends, key=lambda q: -q.elbo)[:FINALISTS]
         if len(best) < 2:
-            return best[0] if best else None
+            return next(iter(best), None)
         params = [self.compared.matched(q.loc, q.precision) for q in best]
         elbos = [lower(self.log_ratio(self.compared, p, FINAL), 2.0) for p in params]
         return best[elbos.index(max(elbos))]
@@ -331,7 +331,7 @@ class Search:
         return family.matched(*best)
 
     def smooths(self, q: Gaussian) -> bool:
-        return self.d <= MANY and q.spread > 2.0 * GAIN and not is_late()
+        return self.d <= FEW and q.spread > 2.0 * GAIN and not is_late()
 
 
 def lower(ratio: Tensor, errors: float = 0.0) -> float:

@@ -529,18 +529,40 @@ def test_a_mode_without_mass_is_no_start() -> None:
     guide = ngvi.AutoFullRankNormal(model)
     guide()
     report: Any = guide.start_report
-    path, steps = report.elbos
+    path, *others, steps = report.elbos
     # the path takes s to 0, and has a larger ELBO than the point start; the effects have s = 0.8
-    assert report.given < path < steps - 100.0
+    assert report.given < path < steps - 100.0 and steps > max(others) + 3.0
     assert 0.6 < float(guide.median()["s"]) < 1.1
 
 
 def test_a_gaussian_of_a_mode_is_compared_with_nothing() -> None:
-    """Beyond the dimensions in which several points are searched: no steps are taken in its place."""
-    precision = torch.linspace(1.0, 9.0, laplace.MANY + 1)
+    """With no steps on expectations, and none of natural gradients in its place."""
+    precision = torch.linspace(1.0, 9.0, laplace.FEW + 1)
     found = found_from(lambda z: -0.5 * (precision * z.square()).sum(-1), 1.0 / precision)
     assert len(found.elbos) == 1 and found.params is not None
     torch.testing.assert_close(found.params["scale_tril"].diagonal(), precision.rsqrt())
+
+
+def test_effects_under_a_spike_and_a_slab_are_found_from_several_points() -> None:
+    """Of 80: from the centres of the priors all of them go to the spike, 57 nats below."""
+    generator = torch.Generator().manual_seed(0)
+    X = torch.randn(60, 80, generator=generator)
+    effects = torch.tensor([2.0, -2.0, 1.5, 1.0])
+    y = X[:, :4] @ effects + 0.5 * torch.randn(60, generator=generator)
+    weights = dist.Categorical(torch.tensor([0.95, 0.05]))
+
+    def model() -> None:
+        sds = dist.Normal(torch.zeros(80, 2), torch.tensor([0.05, 2.0]))
+        b: Any = pyro.sample("b", dist.MixtureSameFamily(weights.expand([80]), sds).to_event(1))
+        s: Any = pyro.sample("s", dist.HalfNormal(2.0))
+        with pyro.plate("data", 60):
+            pyro.sample("y", dist.Normal(b @ X.mT, s[..., None]), obs=y)
+
+    guide = ngvi.AutoFullRankNormal(model)
+    guide()
+    report: Any = guide.start_report
+    assert report.elbos[0] < max(report.elbos) - 50.0
+    torch.testing.assert_close(guide.median()["b"][:4], effects.to(y), rtol=0.0, atol=0.4)
 
 
 def test_a_search_ends_in_time_with_what_it_has() -> None:
