@@ -829,8 +829,8 @@ FISHER = (
     Mutant(
         "scores of subsampled plates times N / n",
         "fisher/scores.py",
-        "scale_and_mask(log_prob, in_full(site) ** 0.5,",
-        "scale_and_mask(log_prob, in_full(site),",
+        "scale_and_mask(log_prob, minibatch_scale(site) ** 0.5,",
+        "scale_and_mask(log_prob, minibatch_scale(site),",
         ("test_scores",),
     ),
 )
@@ -839,7 +839,7 @@ OTHER_GUIDES = (
     Mutant(
         "products: sites of subsampled plates count once",
         "fisher/products.py",
-        "scale_and_mask(divergence, in_full(site), site",
+        "scale_and_mask(divergence, minibatch_scale(site), site",
         "scale_and_mask(divergence, 1.0, site",
         ("test_products",),
     ),

@@ -96,25 +96,22 @@ def in_touch(doing: str) -> Iterator[None]:
 def mean_over_ranks(x: Tensor) -> Tensor:
     """The mean of ``x`` over several ranks, the same bits on all; ``x`` is used up."""
     x /= world_size()
-    summed = _where_sums_go(x)
-    with in_touch("summing the statistics of a step"):
-        dist.all_reduce(summed)
-    return summed.to(x)
+    return _reduced(x, "summing the statistics of a step")
 
 
-def _where_sums_go(x: Tensor) -> Tensor:
-    """``x`` where the backend can sum it: NCCL does on GPUs alone."""
-    return x.cuda() if dist.get_backend() == "nccl" else x
+def _reduced(x: Tensor, doing: str, largest: bool = False) -> Tensor:
+    """The sum, or the ``largest``, of ``x`` over ranks, entry by entry; ``x`` is used up."""
+    found = x.cuda() if dist.get_backend() == "nccl" else x  # which sums on GPUs alone
+    with in_touch(doing):
+        dist.all_reduce(found, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
+    return found.to(x)
 
 
 def is_anywhere(flag: bool) -> bool:
     """Whether ``flag`` is true on a rank."""
     if is_alone():
         return flag
-    found = _where_sums_go(torch.tensor(int(flag)))
-    with in_touch("asking whether to go on"):
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return bool(found)
+    return bool(_reduced(torch.tensor(int(flag)), "asking whether to go on", largest=True))
 
 
 @dataclass(frozen=True)
@@ -127,10 +124,8 @@ class Ranks:
         """The sums of each of ``xs``, the same bits on all ranks, and constants there."""
         if not self.spread:
             return xs
-        flat = _where_sums_go(torch.cat([x.detach().reshape(-1) for x in xs]))
-        with in_touch("summing what data say"):
-            dist.all_reduce(flat)
-        parts = flat.to(xs[0]).split([x.numel() for x in xs])
+        flat = torch.cat([x.detach().reshape(-1) for x in xs])
+        parts = _reduced(flat, "summing what data say").split([x.numel() for x in xs])
         return tuple(part.reshape(x.shape) for part, x in zip(parts, xs, strict=True))
 
     def all(self, flag: Tensor) -> Tensor:
@@ -147,10 +142,9 @@ ALONE = Ranks()
 
 def extremes(x: Tensor, doing: str) -> tuple[Tensor, Tensor]:
     """The least and the largest of integers ``x`` over several ranks, entry by entry."""
-    both = torch.stack([~x, x])  # ~x = -1 - x turns the order around
-    with in_touch(doing):
-        dist.all_reduce(both, op=dist.ReduceOp.MAX)
-    return ~both[0], both[1]
+    # ~x = -1 - x turns the order around
+    turned, most = _reduced(torch.stack([~x, x]), doing, largest=True)
+    return ~turned, most
 
 
 def from_all(x: Any) -> list[Any]:

@@ -30,12 +30,12 @@ from pyro.distributions.util import detach, scale_and_mask, sum_rightmost
 from torch import Tensor
 
 from ..distributions.steady import GAUSSIAN, is_fixed
-from ..runtime.density import Sites, innermost, is_latent, layers_of
+from ..runtime.density import Sites, innermost, is_latent, layers_of, minibatch_scale
 from ..runtime.run import Minibatches
 from .conjugate import Product
 from .inverse import finite_rows
 from .moved_draws import FreeDraws, depends, reached
-from .scores import GuideScores, drawing, in_full
+from .scores import GuideScores, drawing
 
 #: runs of a guide over which D is averaged where its sites depend on each other's draws
 RUNS = 8
@@ -113,7 +113,7 @@ def of_sites(sites: Sites, then: dict[str, Any] | None = None) -> Tensor | None:
         divergence = itself(site["fn"]) if then is None else between(then[name], site["fn"])
         if divergence is None:
             return None
-        divergence = scale_and_mask(divergence, in_full(site), site["mask"]).sum()
+        divergence = scale_and_mask(divergence, minibatch_scale(site), site["mask"]).sum()
         total = divergence if total is None else total + divergence
     return total
 

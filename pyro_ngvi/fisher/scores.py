@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from math import prod
 from typing import Any
 
 import pyro
@@ -28,7 +27,7 @@ from torch.utils._pytree import tree_map
 
 from ..families.base import Family, Tensors
 from ..linalg.products import each_gradient
-from ..runtime.density import Site, Sites, innermost, is_latent, scale_and_mask
+from ..runtime.density import Site, Sites, innermost, is_latent, minibatch_scale, scale_and_mask
 from ..runtime.pyro_adapter import draws_one_vector
 from ..runtime.run import Minibatches, at_particle, run_particles, run_plainly
 from ..runtime.store import RefuseShadowed, leaf_of
@@ -263,12 +262,6 @@ def _evaluated(what: str, fn: Any, value: Tensor) -> Tensor:
         ) from error
 
 
-def in_full(site: Site) -> float:
-    """N / n of the subsampled plates of a site, the product."""
-    frames = (f for f in site["cond_indep_stack"] if f.full_size is not None)
-    return prod(f.full_size / f.size for f in frames)
-
-
 def _sum(sites: Sites) -> Tensor:
     """log q of one draw, each site times sqrt(N / n) of its subsampled plates."""
     total: Any = None
@@ -276,7 +269,7 @@ def _sum(sites: Sites) -> Tensor:
         if site_is_subsample(site) or site["is_observed"]:
             continue
         log_prob = _evaluated(f"the site {name!r} of the guide", site["fn"], site["value"])
-        log_prob = scale_and_mask(log_prob, in_full(site) ** 0.5, site["mask"]).sum()
+        log_prob = scale_and_mask(log_prob, minibatch_scale(site) ** 0.5, site["mask"]).sum()
         total = log_prob if total is None else total + log_prob
     return torch.zeros(()) if total is None else total
 

@@ -68,7 +68,7 @@ def _points(units: Units, count: int, like: Tensor) -> Points:
     """A block has a few random ones in pairs: given v it is nearly Gaussian, whatever k is."""
     k = units.width
     if not units.is_block:
-        return quadrature_points(k, count, like.dtype, like.device)
+        return quadrature_points(k, count, like)
     half = fixed_normal(-(-count // 2), k, seed=count).to(like)
     x = torch.cat([half, -half])[:count]
     return Points(x, torch.full_like(x[:, 0], 1.0 / len(x)))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .products import eye_like
+
 #: number of step halvings that are tried; 2^-20 of a step is no step
 HALVINGS = 20
 
@@ -21,7 +23,7 @@ def cholesky_or_nan(K: Tensor) -> tuple[Tensor, Tensor]:
 
 def inverse_cholesky(K: Tensor) -> Tensor:
     """Lower triangular T (d, d) with T T' = K^-1, for K positive definite."""
-    identity = torch.eye(K.shape[-1], dtype=K.dtype, device=K.device)
+    identity = eye_like(K)
     # K = N' N with N lower triangular: Cholesky of the matrix read from its last corner; T = N^-1
     C, _ = torch.linalg.cholesky_ex(K.flip(-2, -1))
     return torch.linalg.solve_triangular(C.flip(-2, -1).mT, identity, upper=False)
@@ -40,7 +42,7 @@ def inverse_cholesky_of_improved(H: Tensor, step: Tensor | float) -> tuple[Tenso
     square = unit @ unit
     largest = size * torch.linalg.matrix_norm(square @ square) ** 0.25
     shrink = (1.0 / largest).clamp_max(1.0)
-    identity = torch.eye(H.shape[-1], dtype=H.dtype, device=H.device)
+    identity = eye_like(H)
     shifted = identity + shrink * A
     return inverse_cholesky(0.5 * (identity + shifted @ shifted)), shrink
 
@@ -51,7 +53,7 @@ def inverse_cholesky_of_shifted(H: Tensor, step: Tensor | float) -> tuple[Tensor
     j <= ``HALVINGS`` is the smallest number that leaves I + s H eigenvalues of at least 1/4; where none
     does, s is 0.  No result travels from a device to the host.
     """
-    identity = torch.eye(H.shape[-1], dtype=H.dtype, device=H.device)
+    identity = eye_like(H)
     # eigvalsh waits for the device, but needs a fifth of the time of the factorisations at d = 31
     needed = _by_eigenvalues if H.device.type == "cpu" else _by_factorisations
     j = needed(step * H, HALVINGS)
@@ -73,7 +75,7 @@ def _by_factorisations(H: Tensor, halvings: int) -> Tensor:
     lets a matrix pass that is singular exactly.
     """
     margin = 8.0 * H.shape[-1] * torch.finfo(H.dtype).eps
-    room = (1.0 - SMALLEST + margin) * torch.eye(H.shape[-1], dtype=H.dtype, device=H.device)
+    room = (1.0 - SMALLEST + margin) * eye_like(H)
     low = torch.zeros(H.shape[:-2], dtype=H.dtype, device=H.device)
     high = torch.full_like(low, halvings + 1)
     for _ in range((halvings + 1).bit_length()):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .host import host_bool
+from .products import eye_like
 
 #: rows up to which the matrix is made whole, and conjugate gradient steps that cost about as much
 WHOLE, STEPS = 2000, 50
@@ -58,7 +59,7 @@ def solve_positive(
     """
     K, P = B.shape
     if P <= max(WHOLE, STEPS * K):
-        H = product(torch.eye(P, dtype=B.dtype, device=B.device))
+        H = product(eye_like(B))
         H = 0.5 * (H + H.mT)
         factor, info = torch.linalg.cholesky_ex(H)
         if bool(info):

@@ -9,6 +9,11 @@ from torch import Tensor
 BLOCK = 96
 
 
+def eye_like(x: Tensor) -> Tensor:
+    """The identity (d, d) for ``x`` (..., d)."""
+    return torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+
+
 def matvec(matrix: Tensor, vector: Tensor) -> Tensor:
     """Products (..., m) of ``matrix`` (..., m, n) with ``vector`` (..., n)."""
     return (matrix @ vector.unsqueeze(-1)).squeeze(-1)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from .positive import conjugate_gradients
+from .products import eye_like
 
 #: QR iterations; neighbours a factor 1.3 apart are separated to 1e-3, closer ones stay mixed
 ITERATIONS = 30
@@ -73,7 +74,7 @@ def symmetric_eigen(G: Tensor) -> tuple[Tensor, Tensor]:
 
 def qr_iteration(G: Tensor) -> tuple[Tensor, Tensor]:
     """As :func:`symmetric_eigen`; vectors of nearly equal eigenvalues stay mixed."""
-    vectors = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
+    vectors = eye_like(G)
     for _ in range(ITERATIONS):
         vectors, _ = torch.linalg.qr(G @ vectors)
     values = (vectors * (G @ vectors)).sum(-2)
@@ -147,7 +148,7 @@ def solve_squared_projection(Q: Tensor, b: Tensor, iterations: int) -> Tensor:
             return torch.addcmul((inner @ Q).mul_(Q).sum(-2), diagonal, v)
 
         return conjugate_gradients(product, b, preconditioner.mul, iterations, eps**2)
-    identity = torch.eye(Q.shape[-1], dtype=Q.dtype, device=Q.device)
+    identity = eye_like(Q)
     squared = torch.addmm(identity, Q.mT, Q, alpha=-1.0).square()
     root, _ = torch.linalg.cholesky_ex(torch.add(squared, identity, alpha=floor))
     return torch.cholesky_solve(b.unsqueeze(-1), root).squeeze(-1)

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .products import eye_like
+
 #: triangles up to that size are multiplied as if they were squares, and on a GPU all of them are:
 #: there the many small products of the halves take longer than the one they replace
 BLOCK = 150
@@ -75,10 +77,6 @@ def correct(W: Tensor) -> Tensor:
     return 1.5 * W - 0.5 * (W @ (W.mT @ W))
 
 
-def _identity(like: Tensor) -> Tensor:
-    return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
-
-
 def retract(W: Tensor, tangent: Tensor, offset: int = -1) -> Tensor:
     """The orthogonal matrix (d, d) that W reaches along ``tangent``; no step is too long.
 
@@ -93,7 +91,7 @@ def retract(W: Tensor, tangent: Tensor, offset: int = -1) -> Tensor:
         L = W.tril()
         La = tril_product(L, tangent)
         return L + La + 0.5 * tril_product(La, tangent)
-    half, identity = 0.5 * (tangent - tangent.mT), _identity(W)
+    half, identity = 0.5 * (tangent - tangent.mT), eye_like(W)
     # I - A/2 has singular values of at least 1 for every skew A
     return correct(W @ torch.linalg.solve_ex(identity - half, identity + half)[0])
 
@@ -104,7 +102,7 @@ def average(mean: Tensor, W: Tensor, rate: Tensor) -> Tensor:
     The way is the inverse of Cayley's retraction, A = 2 (Q + I)^-1 (Q - I) with Q = mean'W.  Where W
     is a half turn away there is no such way, and the mean starts again at W.
     """
-    Q, identity = mean.mT @ W, _identity(W)
+    Q, identity = mean.mT @ W, eye_like(W)
     A, _ = torch.linalg.solve_ex(Q + identity, Q - identity)
     new = retract(mean, rate * (A - A.mT).tril(-1))
     return torch.where(torch.isfinite(new).all(), new, W)

@@ -32,6 +32,12 @@ def is_minibatch(site: Site) -> bool:
     return site_is_subsample(site) and len(site["value"]) < site["fn"].size
 
 
+def minibatch_scale(site: Site) -> float:
+    """How many examples one of the site stands for: N / n of its subsampled plates, the product."""
+    frames = (f for f in site["cond_indep_stack"] if f.full_size not in (None, f.size))
+    return prod((f.full_size / f.size for f in frames), start=1.0)
+
+
 def is_latent(site: Site) -> bool:
     """Whether a recorded site is a latent variable, and not the index of a plate."""
     return not site["is_observed"] and not site_is_subsample(site)

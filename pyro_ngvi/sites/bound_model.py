@@ -13,7 +13,7 @@ from torch import Tensor
 from ..distributions import GaussianProcess
 from ..families.vectors import split
 from ..linalg.host import at_hand, fixed_normal
-from ..runtime.density import Sites, is_minibatch, site_kind, site_log_prob
+from ..runtime.density import Sites, is_minibatch, minibatch_scale, site_kind, site_log_prob
 from .conditioned_model import ConditionedModel, WhitenedRun, for_each, log_det_root
 from .structure import (
     Group,
@@ -22,7 +22,6 @@ from .structure import (
     TensorRef,
     data_shape,
     data_terms,
-    minibatch_scale,
 )
 
 #: entries of A that are made at once

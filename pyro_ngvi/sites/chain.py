@@ -38,7 +38,7 @@ from torch import Tensor
 
 from ..distributions.state_space import GaussianStateSpace, interleave, scan
 from ..linalg.cholesky import inverse_cholesky
-from ..linalg.products import matvec
+from ..linalg.products import eye_like, matvec
 from .algebra import Algebra, GaussianPotential, Pairs, View
 from .bound_model import BoundModel, affine_maps
 from .probe_points import by_halves
@@ -102,8 +102,7 @@ class ChainAlgebra(Algebra):
         return chain_posterior(view.prior, e.linear, e.precision, e.constant)
 
     def _chain(self, call: BoundModel) -> ChainPosterior:
-        (prior,) = call.block.values()
-        return chain_posterior(prior, self.linear, self.precision)
+        return self.posterior(View({}, *call.block.values()), self.evidence)
 
     def sample(self, call: BoundModel, name: str) -> Pairs:
         (site,) = call.plan.shapes
@@ -173,7 +172,7 @@ def chain_posterior(
 
     h, P = h + eta, P + J
     transition, _, _ = _condition(L, A, P)
-    root = inverse_cholesky(_identity(L) + L.mT @ P @ L)  # root root' = M^-1
+    root = inverse_cholesky(eye_like(L) + L.mT @ P @ L)  # root root' = M^-1
     scale = L @ root
     y = matvec(scale.mT, h)
     log_det = root.diagonal(dim1=-2, dim2=-1).log().sum()
@@ -198,7 +197,7 @@ class _Chain(NamedTuple):
 def _messages(chain: _Chain) -> tuple[Tensor, Tensor, Tensor]:
     """(eta (n, S), J (n, S, S)): integrals over all that comes after each t; whether they exist."""
     n, S = chain.linear.shape
-    identity = _identity(chain.scale)
+    identity = eye_like(chain.scale)
     if n == 1:
         L = chain.scale
         _, info = torch.linalg.cholesky_ex(identity + L.mT @ chain.precision @ L)
@@ -257,7 +256,7 @@ def _integrate(
 
 def _condition(F: Tensor, m: Tensor, P: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """x = (I + V P)^-1 m, the lower Cholesky factor of I + F'P F, and LAPACK's word on the latter."""
-    identity = _identity(F)
+    identity = eye_like(F)
     C, info = torch.linalg.cholesky_ex(identity + F.mT @ P @ F)
     sd = torch.linalg.vector_norm(F, dim=-1).unsqueeze(-1)
     F = F / sd  # as F^-1 would mix rows of very different sizes: a smooth process in small steps
@@ -281,11 +280,7 @@ def _root(X: Tensor) -> Tensor:
 
 def _inverse(scale: Tensor) -> Tensor:
     """Of lower triangular matrices."""
-    return torch.linalg.solve_triangular(scale, _identity(scale).expand_as(scale), upper=False)
-
-
-def _identity(like: Tensor) -> Tensor:
-    return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
+    return torch.linalg.solve_triangular(scale, eye_like(scale).expand_as(scale), upper=False)
 
 
 def _earlier(x: Tensor) -> Tensor:

@@ -84,9 +84,8 @@ def _averages(log_r: Tensor, points: Points, far: Tensor) -> tuple[Tensor, list[
     left = log_r - center.unsqueeze(-2)
     log_mean = torch.where(far, center + 0.5 * (w * left.square()).sum(-2), log_mean)
     share = w * torch.where(far, left, (log_r - log_mean.unsqueeze(-2)).exp())
-    he, k = [torch.ones_like(points.x), points.x], points.x.shape[-1]
-    for degree in range(1, DEGREE):
-        he.append(points.x * he[-1] - degree * he[-2])
+    he = [torch.special.hermite_polynomial_he(points.x, n) for n in range(DEGREE + 1)]
+    k = points.x.shape[-1]
     a = []
     for degree in range(1, DEGREE + 1):
         words = product(range(k), repeat=degree)
@@ -124,7 +123,7 @@ def tilts(at: Snapshot, joint: Joint, far: Far, half: Tensor, t: Tensor) -> Tens
     for rows in torch.arange(len(total), device=t.device).split(max(1, CHUNK // size)):
         a, c, root = {}, {}, {}
         for k, shared in joint.shared.items():
-            points = quadrature_points(k, ORDERS[k], t.dtype, t.device)
+            points = quadrature_points(k, ORDERS[k], t)
             c[k] = torch.einsum("mp,mni->pni", unit[:, rows], shared.half)
             C = torch.einsum("mni,mnj->nij", shared.half, shared.half)
             root[k] = square_root(C - c[k].unsqueeze(-1) * c[k].unsqueeze(-2))
@@ -167,7 +166,7 @@ def corrected_evidence(at: Snapshot, joint: Joint) -> CorrectedEvidence:
     gain, second, far = torch.zeros_like(bound), torch.zeros_like(bound), {}
     a, root, slopes = {}, {}, []
     for k, shared in joint.shared.items():
-        points = quadrature_points(k, FINER[k], bound.dtype, bound.device)
+        points = quadrature_points(k, FINER[k], bound)
         root[k] = square_root(torch.einsum("mni,mnj->nij", shared.half, shared.half))
         log_r = _log_ratio(at, shared, torch.einsum("nij,qj->qni", root[k], points.x))
         slopes.append(torch.einsum("q,qn,qk->nk", points.weights, log_r, points.x).abs().max())

@@ -43,14 +43,17 @@ class Tilted(NamedTuple):
     @classmethod
     def of(cls, mean: Tensor, sd: Tensor, log_ratio: Tensor) -> Tilted:
         """From the tilt c (D, NODES) at :func:`nodes`, each up to a constant."""
+        from scipy.interpolate import CubicSpline, PchipInterpolator  # slow to import
+
         square = 0.5 * nodes(log_ratio).square()
         log_p = log_ratio - square
         log_p = (log_p - log_p.amax(-1, keepdim=True)).clamp_min(-NOTHING)
         tilt = (log_p + square).mT.contiguous()
         t = torch.linspace(-REACH, REACH, TABLE, dtype=mean.dtype, device=mean.device)
+        at, y = (x.detach().double().cpu().numpy() for x in (nodes(tilt), tilt))
         both, found = [], []
-        for slope in (_of_spline(tilt), _of_monotone(tilt)):
-            both.append(cls(mean, sd, tilt, slope))
+        for curve in (CubicSpline(at, y, bc_type="natural"), PchipInterpolator(at, y)):
+            both.append(cls(mean, sd, tilt, torch.from_numpy(curve(at, 1)).to(tilt)))
             found.append(both[-1].relative(t.unsqueeze(-1).expand(-1, len(mean))))
         mass = [torch.trapezoid(p, t, dim=0) for p in found]
         apart = 0.5 * torch.trapezoid((found[0] / mass[0] - found[1] / mass[1]).abs(), t, dim=0)
@@ -79,25 +82,6 @@ class Tilted(NamedTuple):
         """The larger of both densities (D,) at the ends, as a share of the Gaussian's largest."""
         ends = torch.tensor([[-REACH], [REACH]], dtype=self.mean.dtype, device=self.mean.device)
         return self.relative(ends.expand(-1, len(self.mean))).amax(0) * (2.0 * torch.pi) ** 0.5
-
-
-def _of_spline(y: Tensor) -> Tensor:
-    """Slopes (NODES, D) at the nodes of the natural cubic spline through y."""
-    second = torch.zeros_like(y)
-    A = torch.eye(NODES - 2, dtype=y.dtype, device=y.device)
-    A = 4.0 * A + A.roll(1, 0).tril() + A.roll(-1, 0).triu()
-    second[1:-1] = torch.linalg.solve(A, y.diff(n=2, dim=0) * (6.0 / STEP**2))
-    rise, both = y.diff(dim=0) / STEP, second[:-1] + second[1:]
-    left = rise - (STEP / 6.0) * (second[:-1] + both)
-    return torch.cat([left, (rise + (STEP / 6.0) * (second[1:] + both))[-1:]])
-
-
-def _of_monotone(y: Tensor) -> Tensor:
-    """Slopes (NODES, D): the harmonic mean of those of the steps on either side, or zero."""
-    rise = y.diff(dim=0) / STEP
-    product, total = rise[:-1] * rise[1:], rise[:-1] + rise[1:]
-    inner = torch.where(product > 0.0, 2.0 * product / torch.where(product > 0.0, total, 1.0), 0.0)
-    return torch.cat([rise[:1], inner, rise[-1:]])
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..linalg.cubature import sobol_normal
 from ..linalg.hessian import bfgs
+from ..linalg.products import eye_like
 
 #: by dimension: steps of the lattice, how far below its largest log p it ends, and most of its points
 STEPS, DROP, MOST = {1: 0.5, 2: 0.8, 3: 1.0}, {1: 7.0, 2: 7.0, 3: 6.0}, {1: 400, 2: 400, 3: 800}
@@ -137,7 +138,7 @@ def find_mode(
     knows the directions alone in which it went, so it begins again from the Hessian, by differences of
     gradients, until that sees no gain either.
     """
-    one = torch.eye(len(start), dtype=start.dtype, device=start.device)
+    one = eye_like(start)
     at: Place = start, *gradient_at(start)
     inverse = one / at[2].norm().clamp_min(1.0)
     for _ in range(SEARCHES):

@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_map
 from ..distributed.processes import ALONE, Ranks
 from ..linalg.cubature import gauss_hermite, sobol_normal
 from ..linalg.host import constant, host_bool
-from ..linalg.products import matvec
+from ..linalg.products import eye_like, matvec
 from ..linalg.spectral import positive_part
 
 #: orders of the product rules by the number of entries of f, and the number of Sobol points beyond
@@ -66,19 +66,15 @@ class Expected(NamedTuple):
     quadratic: Tensor
 
 
-def default_count(k: int) -> int:
-    """How many points: a dimension for k <= 3, else in all."""
-    return ORDERS.get(k, SOBOL)
-
-
-def quadrature_points(k: int, count: int, dtype: torch.dtype, device: torch.device | str) -> Points:
-    """Points for k entries: ``count`` a dimension (k <= 3) or in all."""
-    return Points(*map(constant, _points(k, count, dtype, device)))
+def quadrature_points(k: int, count: int | None, like: Tensor) -> Points:
+    """Points for k entries of the kind of ``like``: ``count`` a dimension (k <= 3) or in all."""
+    count = count or ORDERS.get(k, SOBOL)
+    return Points(*map(constant, _points(k, count, like.dtype, like.device)))
 
 
 @lru_cache(maxsize=32)
 @torch.inference_mode(False)
-def _points(k: int, count: int, dtype: torch.dtype, device: torch.device | str) -> Points:
+def _points(k: int, count: int, dtype: torch.dtype, device: torch.device) -> Points:
     how: Any = {"dtype": dtype, "device": device}
     if k <= 3:
         x, w = gauss_hermite(count, **how)
@@ -189,7 +185,7 @@ class _Newton:
         ratio = at.W.mT @ at.W + root.mT @ _absolute(-e.hessian) @ root
         slope = matvec(root.mT, e.gradient) - matvec(at.W.mT, at.x)
         usable = torch.isfinite(slope).all(-1) & torch.isfinite(ratio).flatten(1).all(-1)
-        one = torch.eye(ratio.shape[-1], dtype=ratio.dtype, device=ratio.device)
+        one = eye_like(ratio)
         ratio = torch.where(usable.reshape(-1, 1, 1), ratio, one)
         if ratio.shape[-1] == 1:
             r, U = ratio.squeeze(-1), torch.ones_like(ratio)

@@ -91,7 +91,7 @@ class AutoSites(SiteGuide):
         # a list of guides may have made plates: a process at their data is drawn there
         plates = getattr(self._holder(), "plates", {}) if self.master is not None else {}
         given = {n: p.indices for n, p in plates.items() if p.subsample_size < p.size}
-        call, _ = self._ready(self.call_of(args, kwargs, minibatches=given))
+        call, _ = self._ready(self.call_of(args, kwargs, given=given))
         (site, _), *_ = self.site_tensors().values()
         trap = None
         if self.fresh and torch.is_grad_enabled() and site.requires_grad:

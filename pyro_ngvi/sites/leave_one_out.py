@@ -49,7 +49,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..linalg.products import matvec
+from ..linalg.products import eye_like, matvec
 from ..linalg.spectral import square_root
 from ..optim.rule import require
 from .algebra import Snapshot
@@ -122,7 +122,7 @@ def divide_out(
     finite = torch.isfinite(covariance).all(-1).all(-1)
     S = square_root(torch.where(finite.reshape(-1, 1, 1), covariance, 0.0))
     Lambda = 0.5 * (precision + precision.mT)
-    identity = torch.eye(k, dtype=mean.dtype, device=mean.device)
+    identity = eye_like(mean)
     M, g = left or (identity - S.mT @ Lambda @ S, linear - matvec(Lambda, mean))
     chol, info = torch.linalg.cholesky_ex(M)
     proper = (info == 0) & finite & torch.isfinite(g).all(-1)
@@ -231,7 +231,7 @@ def _log_predictive(
     size, k = mean.shape
     linear, precision = at.sites[name]
     mean, S = mean.nan_to_num(0.0), square_root(covariance.nan_to_num(0.0))
-    identity = torch.eye(k, dtype=mean.dtype, device=mean.device)
+    identity = eye_like(mean)
     values, U = torch.linalg.eigh(identity + S.mT @ precision @ S)
     values = values.clamp_min(0.1)  # beside a rest the product need not be proper
     g = linear.unsqueeze(-1) - precision @ mean.unsqueeze(-1)
@@ -240,7 +240,7 @@ def _log_predictive(
     sd = values.rsqrt() * values.pow(0.25).clamp(1.0 / widest, widest)
     spread, log_det = U * sd.unsqueeze(-2), sd.log().sum(-1)
 
-    points = quadrature_points(k, ORDERS.get(k, SOBOL), mean.dtype, mean.device)
+    points = quadrature_points(k, ORDERS.get(k, SOBOL), mean)
     total = mean.new_full((size,), -torch.inf)
     silent = torch.ones(size, dtype=torch.bool, device=mean.device)
     rows = max(1, CHUNK // max(size * k, 1))

@@ -27,17 +27,16 @@ from torch import Tensor
 from ..curvature.estimators import leave_curvature
 from ..linalg.host import at_hand, outside_autocast
 from ..linalg.products import matvec
-from ..runtime.density import site_log_prob
+from ..runtime.density import minibatch_scale, site_log_prob
 from ..runtime.run import Program
 from ..runtime.store import whole_gradients
 from .algebra import Pairs, Snapshot, shallow_copy
 from .bound_model import BoundModel
 from .checks import check_seen
 from .dense import WhitePosterior
-from .expectation import Expected, default_count, expectations, first_targets, quadrature_points
+from .expectation import Expected, expectations, first_targets, quadrature_points
 from .probe_points import same
 from .site_guide import SiteGuide, find_sites
-from .structure import minibatch_scale
 
 
 def site_targets(gradient: Tensor, hessian: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
@@ -179,10 +178,8 @@ class SitesELBO(ELBO):
             chosen = {n: call.rows(n, *pair) for n, pair in tensors.items()}
             at = algebra.at(call, chosen, view, algebra.posterior(view, algebra.evidence))
         q, marginals = at.posterior, at.marginals
-        points = {}
-        for g in call.plan.groups:
-            count = self.num_points or default_count(g.width)
-            points[g.name] = quadrature_points(g.width, count, call.plan.dtype, call.plan.device)
+        count, like = self.num_points, call.plan.zero()
+        points = {g.name: quadrature_points(g.width, count, like) for g in call.plan.groups}
         of_f = {name: m.whole for name, m in marginals.items()}
         targets = expected = expectations(call.log_likelihood, of_f, points, derivatives)
         if derivatives and block.fresh:

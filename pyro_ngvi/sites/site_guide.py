@@ -150,17 +150,13 @@ class SiteGuide(MadeAtFirstCall):
     # --- calls of the model
 
     def call_of(
-        self, args: Any, kwargs: Any, values: Any = None, minibatches: Any = None
+        self, args: Any, kwargs: Any, values: Any = None, given: Any = None, plan: Any = None
     ) -> BoundModel:
         """The structure at these arguments, which the first call finds, with ``values`` of the latent
-        sites of other guides."""
+        sites of other guides and minibatches that are ``given``; or the ``plan`` of before."""
         if self.plan is None:
             self._setup_prototype(*args, **kwargs)
-        return self._bound(self._structure(), args, kwargs, values, minibatches)
-
-    def _bound(
-        self, plan: ModelStructure, args: Any, kwargs: Any, values: Any = None, given: Any = None
-    ) -> BoundModel:
+        plan = plan or self._structure()
         call = args, kwargs, plan.rest if values is None else values, Minibatches(given)
         runner = ConditionedModel(self.whole_model(), *call, plan.shapes, plan.direct)
         return BoundModel(plan, runner)
@@ -179,7 +175,7 @@ class SiteGuide(MadeAtFirstCall):
         last = self.last_step
         if last.arguments is None:
             return None
-        return self._bound(last.plan or self._structure(), *last.arguments)
+        return self.call_of(*last.arguments, plan=last.plan)
 
     def _current(
         self, args: Any, kwargs: Any, leave_out: bool = False

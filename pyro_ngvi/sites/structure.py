@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..linalg.host import at_hand
 from ..linalg.products import matvec
-from ..runtime.density import Site
+from ..runtime.density import Site, minibatch_scale
 
 Indices = int | Sequence[int] | Tensor
 
@@ -235,12 +235,6 @@ def _filled(value: Tensor, absent: Tensor, fn: Any) -> Tensor:
     where = absent.reshape(absent.shape + (1,) * len(fn.event_shape))
     stand_in = flat.index_select(0, there.reshape(1))[0].nan_to_num(0.5)  # where none is there
     return torch.where(where, stand_in, value)
-
-
-def minibatch_scale(site: Site) -> float:
-    """How many data one of the site stands for, by its subsampled plates."""
-    frames = (f for f in site["cond_indep_stack"] if f.full_size not in (None, f.size))
-    return prod((f.full_size / f.size for f in frames), start=1.0)
 
 
 def is_weighted(site: Site, plate: str | None = None) -> bool:

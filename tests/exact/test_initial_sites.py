@@ -12,7 +12,7 @@ from pyro_ngvi.sites.loss import site_targets
 def first_sites(log_likelihood, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
     """nu (n, k) and Lambda (n, k, k) of every datum, from a prior for each."""
     k = mean.shape[-1]
-    points = quadrature_points(k, {1: 32, 2: 14}[k], mean.dtype, mean.device)
+    points = quadrature_points(k, {1: 32, 2: 14}[k], mean)
     found = first_targets(log_likelihood, {"y": (mean, covariance)}, {"y": points})["y"]
     return site_targets(found.gradient, found.hessian, mean)
 

@@ -227,7 +227,7 @@ def test_pairs_of_exponentials_of_linear_functions() -> None:
     slopes = {k: 0.3 * normal(n, k) for k, n in counts.items()}
     K, root, a = covariances(halves), {}, {}
     for k, half in halves.items():
-        points = quadrature_points(k, 20, torch.float64, "cpu")
+        points = quadrature_points(k, 20, torch.zeros((), dtype=torch.float64))
         root[k] = square_root(torch.einsum("mni,mnj->nij", half, half))
         f = torch.einsum("nij,qj->qni", root[k], points.x)
         log_r, none = (f * slopes[k]).sum(-1), torch.zeros(counts[k], dtype=torch.bool)
