@@ -1,7 +1,7 @@
 """The same steps on several processes, which ``torch.distributed`` connects."""
 
 from .processes import connect
-from .rows import shard
+from .shards import shard
 from .svi import DistributedSVI
 from .wrap import wrap
 

@@ -1,4 +1,4 @@
-"""Which terms of the log joint a rank has alone: those in the plates that hold the shards.
+"""The rows of a rank, and which terms of the log joint it has alone: those in plates of the shards.
 
     log p(y, z) = sum_r log p(y_r | z) + log p(z)  =  1/R sum_r [R log p(y_r | z) + log p(z)]
 
@@ -20,10 +20,41 @@ from torch import Tensor
 
 from ..runtime.density import Sites, is_latent, scale_and_mask, site_kind, site_log_prob
 from ..runtime.pyro_adapter import is_marked
-from .processes import from_all, is_alone, mean_over_ranks
+from .processes import from_all, is_alone, mean_over_ranks, rank, world_size
 
 #: relative difference up to which numbers are those of the same data
 SAME = 1e-5
+
+
+def shard(*arrays: Any) -> Any:
+    """The rows of this rank: contiguous, the first ranks one more where they do not divide evenly.
+
+    Args:
+        arrays: tensors or NumPy arrays (memory maps too: only the rank's rows are read later), all with
+            the same first dimension N.
+
+    Returns:
+        Views of rows r N // R to (r + 1) N // R, about; one array alone, several as a tuple.
+
+    Raises:
+        ValueError: for arrays of different lengths, or fewer rows than ranks.
+
+    Example (one process has all rows):
+        >>> import torch, pyro_ngvi as ngvi
+        >>> X, y = ngvi.distributed.shard(torch.zeros(5, 3), torch.zeros(5))
+        >>> X.shape
+        torch.Size([5, 3])
+    """
+    lengths, r, R = {len(a) for a in arrays}, rank(), world_size()
+    if len(lengths) != 1:
+        raise ValueError(f"shard: the arrays have {sorted(lengths)} rows; give them equally many.")
+    n = lengths.pop()
+    if n < R:
+        raise ValueError(f"shard: {n} rows are too few for {R} ranks; start fewer processes.")
+    size, more = divmod(n, R)
+    start = r * size + min(r, more)
+    rows = slice(start, start + size + (r < more))
+    return arrays[0][rows] if len(arrays) == 1 else tuple(a[rows] for a in arrays)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from ..hierarchy import AutoHierarchical
 from ..hierarchy.collapsed import can_collapse
 from ..linalg.host import own_random_state
 from ..probing.flat import flat_sites
-from ..probing.jumps import PAIRS, jumping_sites
+from ..probing.kinks import PAIRS, jumping_sites
 from ..runtime.density import Sites, innermost, is_latent, site_kind
 from ..runtime.model_density import ModelDensity
 from ..runtime.pyro_adapter import is_marked

@@ -27,9 +27,9 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
+from ..linalg.cholesky import cholesky
 from ..linalg.host import own_random_state
 from ..linalg.products import matvec
-from ..linalg.triangles import cholesky
 from ..runtime.density import LatentLayout, Sites, free_dim, is_minibatch, with_density
 from ..runtime.run import Minibatches, look, run_plainly
 from .conditional import Conditionals

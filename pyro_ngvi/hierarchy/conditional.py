@@ -45,9 +45,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ..families.mixture import quantiles_of_normals
+from ..linalg.cholesky import cholesky, solve, solve_columns, solve_transposed
 from ..linalg.products import matvec
 from ..linalg.spectral import positive_part
-from ..linalg.triangles import cholesky, solve, solve_columns, solve_transposed
 
 #: by what factor a precision changes in a step at most, and by how many sds a mean of one entry
 MOST_RATIO, MOST_SDS = 16.0, 3.0

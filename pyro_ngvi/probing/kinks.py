@@ -10,11 +10,14 @@ is O(h^3) where f is smooth, O(h) where its second derivative jumps, and the jum
 part where it is largest is halved again and again: a jump stays as it is, all in one of the halves.
 Few entries move and few data count, so that it is no small part of phi.  Jumps that neither segment
 meets, of less than 1e-7 of the largest slope, or small beside rounding, are missed.
+
+No gradient sees where a log density itself jumps, as at a switch ``torch.where(t < x, a, b)``: from one
+draw of a guide to another, one latent site at a time, it is compared with the integral of its slope.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from math import nan
 from typing import Any, NamedTuple
@@ -25,12 +28,18 @@ from torch.func import jacrev
 
 from ..linalg.hessian import gradient
 from ..runtime.density import LatentLayout, Site, Sites, site_log_prob, with_density
+from ..runtime.model_density import ModelDensity
 
 ENTRIES, DATA = 4, 16  # entries of a latent site that move, and data of a site
 PARTS, LAST = 4, 4  # parts of a segment at first, and last halvings, which tell jumps
 #: the part of the largest slope that jumps are looked for down to, in rounding errors and at all
 ROUNDING, SMALL = 1e3, 1e-7
 CLEAR, KEPT = 30.0, 0.5  # a jump is so many times the other half, and keeps this share
+#: pairs of draws between which a site is moved, and the most sites
+PAIRS, SITES = 3, 20
+#: nats, below which a jump may be one between two numbers of a model that rounds to float32, and
+#: points on each side of one that say how far apart numbers are there
+NOTICED, BESIDE = 0.01, 8
 
 
 class _Point(NamedTuple):
@@ -84,6 +93,37 @@ def kinked_sites(
 def _few(x: Tensor, count: int) -> Tensor:
     """At most so many entries of x (n,), evenly spaced, as a view."""
     return x[:: max(1, -(-len(x) // count))]
+
+
+def jumping_sites(density: ModelDensity, theta: Tensor) -> Iterator[str]:
+    """Latent sites along which the log density jumps, between draws theta (S, d), S at least 6."""
+    start = 0
+    for name, shape in list(density.layout.unconstrained_shapes.items())[:SITES]:
+        here = torch.zeros_like(theta[0])
+        here[start : start + shape.numel()] = 1.0
+        start += shape.numel()
+
+        def point(x: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+            value = density(x.unsqueeze(0))[0]
+            return value, (gradient(value, x) * u).sum()
+
+        def jumps(a: Tensor, u: Tensor) -> bool:
+            found = jump_of(point, a, u)
+            if found is None:
+                return False
+            low, high = found
+            apart = 4.0 * torch.finfo(a.dtype).eps * float(a.abs().amax() / u.abs().amax())
+            beside = torch.arange(BESIDE).to(a) * max(high - low, apart)
+            at = torch.stack([low - beside, high + beside]).unsqueeze(-1)
+            with torch.no_grad():
+                left, right = density((a + at * u).flatten(0, 1)).reshape(2, BESIDE)
+            # of rounding numbers on each side are as far apart
+            noise = (left.amax() - left.amin()) + (right.amax() - right.amin())
+            return bool((right[0] - left[0]).abs() > NOTICED + noise)
+
+        pairs = zip(theta[:PAIRS], theta[PAIRS : 2 * PAIRS], strict=True)
+        if any(jumps(a, here * (b - a)) for a, b in pairs):
+            yield name
 
 
 def jump(f: Callable[[Tensor], Tensor], a: Tensor, u: Tensor) -> tuple[float, float] | None:

@@ -240,9 +240,9 @@ def test_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_shards_hold_each_row_once(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, n = [], 11
-    monkeypatch.setattr("pyro_ngvi.distributed.rows.world_size", lambda: 4)
+    monkeypatch.setattr("pyro_ngvi.distributed.shards.world_size", lambda: 4)
     for r in range(4):
-        monkeypatch.setattr("pyro_ngvi.distributed.rows.rank", lambda r=r: r)
+        monkeypatch.setattr("pyro_ngvi.distributed.shards.rank", lambda r=r: r)
         X, y = ngvi.distributed.shard(torch.arange(n)[:, None], torch.arange(n).numpy())
         assert X[:, 0].tolist() == y.tolist()
         rows += y.tolist()

@@ -29,7 +29,7 @@ from pyro_ngvi.hierarchy.conditional import (
 )
 from pyro_ngvi.hierarchy.marginal import integrated
 from pyro_ngvi.hierarchy.runs import Place
-from pyro_ngvi.linalg.triangles import cholesky, solve, solve_transposed
+from pyro_ngvi.linalg.cholesky import cholesky, solve, solve_transposed
 
 pytestmark = pytest.mark.usefixtures("smooth_once")
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import pyro_ngvi as ngvi
-from pyro_ngvi.probing.jumps import jumping_sites
+from pyro_ngvi.probing.kinks import jumping_sites
 
 T = torch.arange(40.0)
 Y = torch.where(T < 20.0, 3.0, 1.0)
