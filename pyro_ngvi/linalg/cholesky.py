@@ -26,12 +26,16 @@ def cholesky_or_nan(K: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(exists[..., None, None], root, torch.nan), exists
 
 
+def inverse_triangle(L: Tensor) -> Tensor:
+    """L^-1 of lower triangular matrices (..., d, d)."""
+    return torch.linalg.solve_triangular(L, eye_like(L), upper=False)
+
+
 def inverse_cholesky(K: Tensor) -> Tensor:
     """Lower triangular T (d, d) with T T' = K^-1, for K positive definite."""
-    identity = eye_like(K)
     # K = N' N with N lower triangular: Cholesky of the matrix read from its last corner; T = N^-1
     C, _ = torch.linalg.cholesky_ex(K.flip(-2, -1))
-    return torch.linalg.solve_triangular(C.flip(-2, -1).mT, identity, upper=False)
+    return inverse_triangle(C.flip(-2, -1).mT)
 
 
 def inverse_cholesky_of_improved(H: Tensor, step: Tensor | float) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..distributions import GaussianProcess
 from ..families.vectors import split
 from ..linalg.host import at_hand, fixed_normal
+from ..linalg.products import eye_like
 from ..runtime.density import Sites, is_minibatch, minibatch_scale, site_kind, site_log_prob
 from .conditioned_model import ConditionedModel, WhitenedRun, for_each, log_det_root
 from .structure import (
@@ -149,7 +150,7 @@ class BoundModel:
             loc = fn.loc.expand(fn.shape()).unsqueeze(-1)
             own = LinearMap(fn.scale_tril.unsqueeze(1), loc, triangular=True)
             return {group.name: own for group in plan.groups}
-        units = torch.eye(plan.dim, dtype=plan.dtype, device=plan.device)
+        units = eye_like(plan.zero())
         return affine_maps(self.predictors, units)
 
     # --- log densities

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from ..distributions.state_space import GaussianStateSpace, interleave, scan
-from ..linalg.cholesky import inverse_cholesky
+from ..linalg.cholesky import inverse_cholesky, inverse_triangle
 from ..linalg.products import eye_like, matvec
 from .algebra import Algebra, GaussianPotential, Pairs, View
 from .bound_model import BoundModel, affine_maps
@@ -168,7 +168,7 @@ def chain_posterior(
     at_center = (center * (linear - 0.5 * drift)).sum()
     h = linear - drift
 
-    eta, J, proper = _messages(_Chain(A, L, _inverse(L), torch.zeros_like(P), h, P))
+    eta, J, proper = _messages(_Chain(A, L, inverse_triangle(L), torch.zeros_like(P), h, P))
 
     h, P = h + eta, P + J
     transition, _, _ = _condition(L, A, P)
@@ -213,7 +213,7 @@ def _messages(chain: _Chain) -> tuple[Tensor, Tensor, Tensor]:
     # p(s_r | s_l) = N(A s_l, scale scale'), and p(s_k | s_l, s_r) = N(B s_l + G s_r, F F')
     A, AL = r.transition @ k.transition, r.transition @ k.scale
     scale = _root(torch.cat((AL.mT, r.scale.mT), -2)).mT
-    inverse = _inverse(scale)
+    inverse = inverse_triangle(scale)
     G = k.scale @ (AL.mT @ inverse.mT) @ inverse
     Z = r.inverse @ AL
     K = _root(torch.cat((Z, identity.expand_as(Z)), -2)).mT  # K K' = I + Z'Z
@@ -276,11 +276,6 @@ def _root(X: Tensor) -> Tensor:
         X = X - q @ along
         rows.append(torch.nn.functional.pad(torch.cat((size, along), -1), (j, 0)))
     return torch.cat(rows, -2) * largest
-
-
-def _inverse(scale: Tensor) -> Tensor:
-    """Of lower triangular matrices."""
-    return torch.linalg.solve_triangular(scale, eye_like(scale).expand_as(scale), upper=False)
 
 
 def _earlier(x: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..linalg.products import matvec
+from ..linalg.products import eye_like, matvec
 from .algebra import Algebra, GaussianPotential, Pairs, SiteTensors, View
 from .bound_model import BoundModel, moves
 from .new_inputs import KnownInputs
@@ -72,7 +72,7 @@ class WhitePosterior:
 
     def covariance_half(self) -> Tensor:
         """H (R, R) with H'H the covariance of eps."""
-        return self.half(self.mean.new_ones(len(self.mean)).diag())
+        return self.half(eye_like(self.root))
 
     def solve(self, vectors: Tensor) -> Tensor:
         """W^-1 times each of ``vectors`` (..., R)."""
@@ -164,8 +164,8 @@ class NoisePosterior:
         inner = self.white.covariance_half()
         if self.basis is None:
             return inner
-        full = inner.new_ones(len(self.basis)).diag()
-        return (full - self.basis @ self.basis.mT) + self.basis @ inner @ self.basis.mT
+        seen = self.basis @ self.basis.mT
+        return (eye_like(seen) - seen) + self.basis @ inner @ self.basis.mT
 
 
 def reduced(maps: Mapping[str, LinearMap]) -> tuple[dict[str, LinearMap], Tensor]:

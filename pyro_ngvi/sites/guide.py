@@ -158,7 +158,7 @@ class AutoSites(SiteGuide):
 
     def sites(self) -> dict[str, SiteView]:
         """The sites by group, as copies; a group has the name of its first observed site."""
-        return {g.name: SiteView.of(*self._own(g)) for g in self._structure().groups}
+        return {name: SiteView.of(*pair) for name, pair in self.site_tensors().items()}
 
     def remove(self, indices: Indices, group: str | None = None) -> None:
         """Delete the sites of these data, which the next call of the model no longer brings.
@@ -216,14 +216,11 @@ class AutoSites(SiteGuide):
         self.last_step.edited()
         self.curvature = None
 
-    def _own(self, group: Group) -> tuple[Tensor, Tensor]:
-        tensors = self.natural_params()
-        return tensors[f"linear_{group.name}"], tensors[f"precision_{group.name}"]
-
     @torch.no_grad()
     def _clear(self, group: Group, index: Tensor) -> None:
         """Zero sites, and the evidence made anew of all others: differences would lose digits."""
-        if not any(bool(p[index].any()) for p in self._own(group)):
+        tensors = self.site_tensors()
+        if not any(bool(p[index].any()) for p in tensors[group.name]):
             return
         before = self._call_before()
         if before is None or not before.whole:
@@ -233,7 +230,7 @@ class AutoSites(SiteGuide):
                 "guide.refresh(*args) with all data before."
             )
         view = self.algebra.view(before)
-        for p in self._own(group):
+        for p in tensors[group.name]:
             p[index] = 0.0
         full = {}
         for g in self._structure().groups:
@@ -241,7 +238,7 @@ class AutoSites(SiteGuide):
             there = (number >= 0).nonzero().squeeze(-1)
             full[g.name] = tuple(
                 p.new_zeros(size, *p.shape[1:]).index_copy(0, number[there], p[there])
-                for p in self._own(g)
+                for p in tensors[g.name]
             )
         self.algebra.recollect(view, full)
         self.last_step.stale = False
@@ -250,7 +247,7 @@ class AutoSites(SiteGuide):
         """Keep the sites of these numbers, and append ``more`` of 0."""
         number = self.last_step.number(group, kept.device)
         number = torch.cat([number[kept], number.new_full((more,), -1)])
-        for p in self._own(group):
+        for p in self.site_tensors()[group.name]:
             # the parameter stays the same object, so Pyro's store and SVI keep it under its name
             p.data, p.grad = torch.cat([p.data[kept], p.data.new_zeros(more, *p.shape[1:])]), None
         self.last_step.plan = self.last_step.plan or self.plan

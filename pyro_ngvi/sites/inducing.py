@@ -35,6 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from ..distributions.gaussian_process import GaussianProcess, factor
+from ..linalg.cholesky import inverse_triangle
 from ..linalg.host import fixed_normal
 from ..linalg.products import matvec
 from .algebra import Algebra, GaussianPotential, SiteTensors, View
@@ -92,8 +93,7 @@ class InducingAlgebra(Algebra):
     def begin_running(self, view: View) -> None:
         if not self.running:
             root, level = _values(view)
-            one = root.new_ones(len(root)).diag()
-            inverse = torch.linalg.solve_triangular(root, one, upper=False)
+            inverse = inverse_triangle(root)
             self.evidence, self.running = self.evidence.of(inverse, -inverse @ level), True
 
     def after(

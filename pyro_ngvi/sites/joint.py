@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..guides.marginals import place
+from ..linalg.products import eye_like
 from ..linalg.spectral import square_root
 from .algebra import Snapshot
 from .bound_model import moves
@@ -90,7 +91,7 @@ def joint_of(at: Snapshot) -> Joint:
             f"covariance would have {size * size:.0e} numbers. Use guide.predict."
         )
     if isinstance(q, ChainPosterior):
-        chain, units = q.distribution(), call.plan.zero().new_ones(size).diag()
+        chain, units = q.distribution(), eye_like(call.plan.zero())
         half = moves(lambda e: chain.from_noise(e.reshape(chain.event_shape)).reshape(-1), units)
         mean, states = q.mean.reshape(-1), half.reshape(size, *chain.event_shape)
         seen = {n: torch.einsum("tks,mts->mtk", m.design, states) for n, m in at.view.maps.items()}

@@ -49,6 +49,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..linalg.cholesky import inverse_triangle
 from ..linalg.products import eye_like, matvec
 from ..linalg.spectral import square_root
 from ..optim.rule import require
@@ -122,12 +123,11 @@ def divide_out(
     finite = torch.isfinite(covariance).all(-1).all(-1)
     S = square_root(torch.where(finite.reshape(-1, 1, 1), covariance, 0.0))
     Lambda = 0.5 * (precision + precision.mT)
-    identity = eye_like(mean)
-    M, g = left or (identity - S.mT @ Lambda @ S, linear - matvec(Lambda, mean))
+    M, g = left or (eye_like(S) - S.mT @ Lambda @ S, linear - matvec(Lambda, mean))
     chol, info = torch.linalg.cholesky_ex(M)
     proper = (info == 0) & finite & torch.isfinite(g).all(-1)
-    inverse = torch.linalg.solve_triangular(chol, identity.expand_as(chol), upper=False)
-    trace, lost = inverse.square().sum((-2, -1)), torch.zeros_like(finite)
+    inverse, lost = inverse_triangle(chol), torch.zeros_like(finite)
+    trace = inverse.square().sum((-2, -1))
     if errors is not None:  # over M, which may be rounding alone where it is below 0, and in sds
         least = M.diagonal(dim1=-2, dim2=-1).abs().amin(-1)
         over = torch.where(proper, trace, least.reciprocal())
@@ -231,8 +231,7 @@ def _log_predictive(
     size, k = mean.shape
     linear, precision = at.sites[name]
     mean, S = mean.nan_to_num(0.0), square_root(covariance.nan_to_num(0.0))
-    identity = eye_like(mean)
-    values, U = torch.linalg.eigh(identity + S.mT @ precision @ S)
+    values, U = torch.linalg.eigh(eye_like(S) + S.mT @ precision @ S)
     values = values.clamp_min(0.1)  # beside a rest the product need not be proper
     g = linear.unsqueeze(-1) - precision @ mean.unsqueeze(-1)
     start = (U @ ((U.mT @ (S.mT @ g)) / values.unsqueeze(-1))).squeeze(-1)

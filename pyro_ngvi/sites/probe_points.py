@@ -137,13 +137,8 @@ class Plane:
 
 def same(a: Tensor, b: Tensor, tolerance: float = 0.0) -> bool:
     """Whether two tensors agree, bit for bit or within a ``tolerance``; NaN agrees with NaN."""
-    if a.shape != b.shape:
-        return False
-    equal = (a == b) | (a.isnan() & b.isnan())
-    if tolerance > 0.0:
-        close = (a - b).abs() <= tolerance * (1.0 + b.abs())
-        equal = torch.where(torch.isfinite(a) & torch.isfinite(b), close, equal)
-    return bool(equal.all())
+    alike = (a.shape, a.dtype) == (b.shape, b.dtype)
+    return alike and torch.allclose(a, b, tolerance, tolerance, equal_nan=True)
 
 
 def digit_masks(count: int, device: torch.device) -> Tensor:
