@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from ..linalg.host import own_random_state
-from ..optim.host import NaturalGradientOptim, find_blocks
+from ..optim.host import NaturalGradientOptim, describe, find_blocks
 from ..optim.state import OthersState, is_power_of_two
 from ..runtime.run import Minibatches, run_both
 from ..runtime.store import BASELINES, traced_params
 from .processes import (
+    Ranks,
     extremes,
     from_all,
     is_alone,
@@ -194,6 +195,52 @@ class DistributedSVI(SVI):
         """The model's sites at a draw of the guide, the same on all ranks once parameters are."""
         with own_random_state(), torch.no_grad():
             return run_both(self.model, self.guide, args, kwargs, Minibatches())[1].sites
+
+
+class SitesSVI(DistributedSVI):
+    """With a guide of sites: each rank has those of its data, and the guide sums what they say.
+
+        q(eps) prop. p(eps) prod_r t_r(eps),   t_r = exp(c_r + h_r' eps - eps' P_r eps / 2),
+
+    so that of the data of rank r nothing has to be known elsewhere but c_r, h_r and P_r, sums over all
+    of its rows, and a sum of expected log likelihoods.  The steps are those of one process with all
+    data: synchronous partitioned VI (Bui, Nguyen, Swaroop & Turner 2018, arXiv:1811.11206).
+    """
+
+    def _averaged(self, loss: Any, params: list[Tensor]) -> Any:
+        return loss  # the loss has summed over ranks
+
+    def _alike(self) -> dict[str, Tensor]:
+        return self.guide.algebra.evidence._asdict()
+
+    def _shared(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
+        own = {id(p) for p in self.guide.natural_params().values()}
+        return {name: p for name, p in params.items() if id(p) not in own}
+
+    def _prepare(self, args: Any, kwargs: Any) -> None:
+        guide, algebra = self.guide, self.guide.algebra
+        learned = [name for name, p in self._leaves.items() if p.requires_grad]
+        if learned or not hasattr(algebra, "basis"):
+            what = f"learns {learned[0]!r}" if learned else f"has a {type(algebra).__name__}"
+            raise ValueError(
+                f"distributed.wrap: this {describe(guide)} {what}. Several processes take a dense one, "
+                f"and parameters that are held: requires_grad_(False)."
+            )
+        algebra.ranks = Ranks(not is_alone())
+        algebra.make_room(guide.plan)
+        if not guide.fresh:  # the evidence is that of this rank, or of other shards
+            guide.refresh(*args, **kwargs)
+
+    def _check_terms(self, own: dict[str, Term]) -> None:
+        super()._check_terms(own)
+        sites = {name for group in self.guide.plan.groups for name in group.observed}
+        for name, term in own.items():
+            if not term.latent and (name in sites) != any(p in self._plates for p in term.plates):
+                where = "in no plate of" if name in sites else "without a site, and in a plate of"
+                raise ValueError(
+                    f"distributed.wrap: the data {name!r} are {where} the shards {self._plates}. Name "
+                    f"the plates of all data that depend on latent variables, and of no others."
+                )
 
 
 def _check_alike(layouts: list[dict[str, Any]]) -> None:

@@ -18,8 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..optim.host import describe
 from ..optim.rule import require
 from .processes import check_connected
-from .sites import SitesSVI
-from .svi import DistributedSVI
+from .svi import DistributedSVI, SitesSVI
 
 #: losses that are not linear in log p, so that means over ranks are not theirs
 NOT_LINEAR = (RenyiELBO, ReweightedWakeSleep, TraceTailAdaptive_ELBO, EnergyDistance, Trace_MMD)

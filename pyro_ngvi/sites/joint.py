@@ -97,11 +97,11 @@ def joint_of(at: Snapshot) -> Joint:
         seen = {n: torch.einsum("tks,mts->mtk", m.design, states) for n, m in at.view.maps.items()}
     else:
         assert isinstance(q, WhitePosterior)
-        noise = NoisePosterior(q, at.view.basis)
-        white, inner = noise.half(), q.covariance_half()
+        basis = at.view.basis
+        noise = NoisePosterior(q, basis)
+        white = noise.half()
         mean, half = call.flat_block(noise.mean), moves(call.flat_block, white)
-        if at.view.basis is not None:
-            inner = white @ at.view.basis
+        inner = white if basis is None else white @ basis
         seen = {n: torch.einsum("nkr,mr->mnk", m.design, inner) for n, m in at.view.maps.items()}
     seen = {n: (at.marginals[n].mean, h) for n, h in seen.items()}
     widths = sorted({own.shape[-1] for own, _ in seen.values()})
