@@ -50,7 +50,7 @@ class Tilted(NamedTuple):
         log_p = (log_p - log_p.amax(-1, keepdim=True)).clamp_min(-NOTHING)
         tilt = (log_p + square).mT.contiguous()
         t = torch.linspace(-REACH, REACH, TABLE, dtype=mean.dtype, device=mean.device)
-        at, y = (x.detach().double().cpu().numpy() for x in (nodes(tilt), tilt))
+        at, y = (x.detach().cpu().double().numpy() for x in (nodes(tilt), tilt))
         both, found = [], []
         for curve in (CubicSpline(at, y, bc_type="natural"), PchipInterpolator(at, y)):
             both.append(cls(mean, sd, tilt, torch.from_numpy(curve(at, 1)).to(tilt)))

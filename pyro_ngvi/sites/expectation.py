@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils._pytree import tree_map
 
 from ..distributed.processes import ALONE, Ranks
@@ -102,11 +103,9 @@ def expectations(
     most = max(len(p.x) for p in points.values())
     f, roots, padded = {}, {}, {}
     for name, (mean, covariance) in marginals.items():
-        x, weights = points[name].x, points[name].weights
-        short = most - len(x)
-        if short:  # groups run together
-            x = torch.cat([x, x[:1].expand(short, -1)])
-            weights = torch.cat([weights, weights.new_zeros(short)])
+        x, weights = points[name]
+        if short := most - len(x):  # groups run together
+            x, weights = torch.cat([x, x[:1].expand(short, -1)]), pad(weights, (0, short))
         padded[name] = Points(x, weights)
         roots[name] = _root(mean, covariance)
         f[name] = mean + torch.einsum("nij,qj->qni", roots[name], x)
