@@ -94,8 +94,7 @@ class CheckedGraph:
             results = self._compared(inputs, args, kwargs)
         else:
             results = self._run(inputs)
-        self.function.take(results)
-        return self.function.loss_of(results)
+        return self.function.take(results)
 
     def several(self, most: int, data: list[Tensor]) -> list[Tensor]:
         """Up to ``most`` further steps on the data of the last, as far as they need no comparison and
@@ -105,7 +104,7 @@ class CheckedGraph:
         most = min(most, following - 1 - self.uses)
         if function.others or most < 1:
             return []
-        stepped, results = len(function.stepped), []
+        results: Sequence[Tensor] = []
         inputs = [*function.inputs(), *data]
         state = slice(len(function.leaves), len(inputs) - len(data))
         try:
@@ -113,18 +112,18 @@ class CheckedGraph:
                 fixed = None if self._lowered() else self._capture(inputs)
                 if fixed is None:
                     results = self._run(inputs)
-                    new = [function.loss_of(results)]
+                    found = []
                 else:
                     try:
-                        results, new = fixed.several(inputs, min(most - len(losses), 5 * CHUNK))
+                        results, found = fixed.several(inputs, min(most - len(losses), 5 * CHUNK))
                         self.tier = "cuda_graph"
                     except CannotCompile as refused:
                         self._give_up(refused)
                         continue
-                inputs[:stepped], inputs[state] = results[:stepped], function.state_of(results)
-                losses += new
-                reports = function.reports_of(results).values()
-                if any(host_bool(report.finite) is False for report in reports):
+                new, loss, reports, _, inputs[state] = function.parts(results)
+                inputs[: len(new)] = new
+                losses += found or [loss]
+                if any(host_bool(report["finite"]) is False for report in reports.values()):
                     break
         finally:
             self.uses += len(losses)

@@ -227,13 +227,13 @@ class CompiledSVI(SVI):
                 p.grad = None  # the eager step would add to what is there
             known.refused = str(refused) if known.steps > SETTLED else ""
             return self._eager(known.refused, args, kwargs)
-        known.graph, results = graph, graph.results
+        known.graph, (_, loss, _, gradients, _) = graph, function.parts(graph.results)
         graph.results = []
-        function.step_others(function.gradients_of(results))
+        function.step_others(gradients)
         if self._inductor:
             graph.lower(data, self._wait)
         self.tier, self.reason = "recorded", ""
-        return function.loss_of(results)
+        return loss
 
 
 def _stacked(losses: list[Tensor]) -> Tensor:
