@@ -299,8 +299,6 @@ def _split(gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
         gm.graph.erase_node(node)
         if isinstance(filled, fx.Node):  # x.normal_(), where x is read afterwards
             filled.replace_all_uses_with(last)
-    for node in reversed(list(gm.graph.nodes)):
-        if node in needed and not node.users:
-            gm.graph.erase_node(node)
+    _erase_unused(gm)
     gm.graph.lint()
     return noise_module, fx.GraphModule(gm, gm.graph)

@@ -123,10 +123,8 @@ def products(
 
 def _by_columns(f: Function, theta: Tensor, w: Tensor, form: str, size: int) -> Tensor:
     def block(part: slice) -> Tensor:
-        def column(e: Tensor) -> Tensor:
-            return jvp(f, (theta,), (e,))[1]
-
-        return vmap(column, out_dims=-1, randomness="same")(_basis(theta, len(theta), part))
+        along = vmap(lambda e: jvp(f, (theta,), (e,))[1], out_dims=-1, randomness="same")
+        return along(_basis(theta, len(theta), part))
 
     parts = _parts(len(theta), size)
     if form == "diagonal":
