@@ -296,7 +296,11 @@ class NaturalGradientOptim(PyroOptim):
                 raise ValueError(f"Name one of the parts: {', '.join(map(repr, self._reports))}.")
             path = next(iter(self._reports))
         block, report = dict(self._blocks())[path], self._reports[path]
-        return StepReport.of(report, _sites(block, report.bad_entries))
+        taken = "damped" if bool(report.damped) else "accepted"
+        outcome = taken if bool(report.finite) else "skipped"
+        numbers = {name: getattr(report, name).item() for name in ("step_norm", "gain", "radius")}
+        skipped, sites = int(report.skipped), _sites(block, report.bad_entries)
+        return StepReport(outcome, **numbers, skipped=skipped, skipped_sites=sites)
 
     def get_state(self) -> dict[str, Any]:
         """Everything that the next step depends on, except parameters and the random state."""

@@ -86,18 +86,6 @@ class StepReport:
     skipped: int
     skipped_sites: tuple[str, ...]
 
-    @classmethod
-    def of(cls, report: Report, sites: tuple[str, ...]) -> StepReport:
-        taken = "damped" if bool(report.damped) else "accepted"
-        return cls(
-            outcome=taken if bool(report.finite) else "skipped",
-            step_norm=report.step_norm.item(),
-            gain=report.gain.item(),
-            radius=report.radius.item(),
-            skipped=int(report.skipped.item()),
-            skipped_sites=sites,
-        )
-
 
 class Rule(ABC):
     """The base of rules: write :meth:`step`, and :meth:`start` if it remembers anything.
