@@ -125,28 +125,26 @@ class GuideBlock:
 
     def __init__(self, guide: Callable[..., Any], steady: bool) -> None:
         self.scores = GuideScores(guide, steady)
-        self._frames: dict[str, Straight] = {}
         self.divergence = SelfDivergence(self.scores)
         self._leaves: dict[str, Tensor] = {}
-        self._locations: tuple[str, ...] = ()
-        self._networks = self._exact = False
+        self.family = Coordinates(())
 
     def find(self, taken: set[int]) -> None:
         """Find the parameters, leaving out those (by identity) that belong to other blocks."""
         found = self.scores.dependent()
         leaves = {name: p for name, p in found.items() if id(p) not in taken}
-        self._exact = bool(leaves) and self.divergence.product(list(leaves)) is not None
-        if self._exact:
-            self._locations = tuple(self.divergence.locations(list(leaves)))
-        first = {name: leaves.pop(name) for name in self._locations}
+        exact = bool(leaves) and self.divergence.product(list(leaves)) is not None
+        locations = tuple(self.divergence.locations(list(leaves))) if exact else ()
+        first = {name: leaves.pop(name) for name in locations}
         self._leaves = first | leaves
-        self._frames = self._find_frames()
         weights = {id(p) for module in self._modules() for p in module.parameters(recurse=False)}
         # pyro.module("net", net) in a guide function gives names of the form "net$$$weight"
         function = not isinstance(self.scores.guide, nn.Module)
-        self._networks = any(
+        networks = any(
             id(p) in weights or (function and "$$$" in name) for name, p in self._leaves.items()
         )
+        known = networks, exact, locations, self._find_frames()
+        self.family = Coordinates(tuple(self._leaves), *known)
 
     def _find_frames(self) -> dict[str, Straight]:
         every = {name: frame_under(constraint_of(name)) for name in self._leaves}
@@ -170,11 +168,6 @@ class GuideBlock:
             if isinstance(module, TransformModule) or kinds - plain:
                 yield module
 
-    @property
-    def family(self) -> Coordinates:
-        known = self._networks, self._exact, self._locations, self._frames
-        return Coordinates(tuple(self._leaves), *known)
-
     def natural_params(self) -> dict[str, Tensor]:
         return dict(self._leaves)
 
@@ -183,8 +176,9 @@ class GuideBlock:
 
     def product(self) -> Product | None:
         """Products with the Fisher matrix at the present parameters, where they are exact."""
-        stored = self.divergence.product(list(self._leaves)) if self._exact else None
-        return self.family.framed(self._values(), stored) if stored and self._frames else stored
+        own = self.family
+        stored = self.divergence.product(list(self._leaves)) if own.exact else None
+        return own.framed(self._values(), stored) if stored and own.frames else stored
 
     def stored_scores(self, n: int) -> Tensor:
         """n scores (n, D) at the present parameters, in the coordinates in which they are stored."""
@@ -193,7 +187,7 @@ class GuideBlock:
     def draw_scores(self, n: int) -> Tensor:
         """n scores in the frames."""
         scores, values = self.stored_scores(n), self._values()
-        if not self._frames:
+        if not self.family.frames:
             return scores
         each = torch.func.vmap(lambda s: unpack(s, values))(scores)
         return packed_scores(self.family, values, each)

@@ -6,6 +6,7 @@ scores, and what the recursion of rank-one updates comes to is known to rounding
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pyro
@@ -201,7 +202,7 @@ def test_the_fisher_matrix_of_a_gaussian_is_the_same_at_every_q(kind: str) -> No
     torch.testing.assert_close(fisher_of(block_of(kind)), wanted, rtol=1e-8, atol=1e-8)
     # in the stored coordinates it is far from that
     stored = block_of(kind)
-    stored._frames = {}
+    stored.family = replace(stored.family, frames={})
     assert not stored.family.frames and stored.family.pack(values(stored)).shape == (D + D * D,)
     F = fisher_of(stored)
     seen = F.diagonal() > 0.0
@@ -211,7 +212,8 @@ def test_the_fisher_matrix_of_a_gaussian_is_the_same_at_every_q(kind: str) -> No
 def test_the_fisher_matrix_in_the_frame_of_bures_and_wasserstein_moves() -> None:
     """tr(S^2) + tr(S Sigma S Sigma^-1)."""
     block = block_of("covariance")
-    block._frames = {"x": BuresWasserstein(transforms.ExpTransform())}
+    frames = {"x": BuresWasserstein(transforms.ExpTransform())}
+    block.family = replace(block.family, frames=frames)
     F = fisher_of(block)[D:, D:]
     covariance: Any = transform_to(constraints.positive_definite)(values(block)["x"])
     S = some(D, D, seed=3)
