@@ -70,27 +70,20 @@ class IFVBRule(Rule):
         return super().init(params) | {"fisher": fisher}
 
     def step(self, params: Tensors, grads: Tensors, state: State, curvature: Any = None) -> Step:
-        if isinstance(self.fisher, ConjugateGradients):
-            return self._conjugate_step(params, grads, state, self.fisher, curvature)
-        estimate = self.fisher
-        fisher = {"fisher": estimate.update(state["fisher"], curvature["scores"])}
-        rule = self._with(lambda g: estimate.product(fisher["fisher"], g))
+        estimate, given = self.fisher, curvature
+        if isinstance(estimate, ConjugateGradients):
+            sizes = list(self.family.sizes(params).values())
+            own = estimate.update(state["fisher"], given["product"], sizes)
+            known = isinstance(self.family, Coordinates)
+            blocks = self.family.block_sizes(params) if known else [sum(sizes)]
+            rule = self._with(lambda g: estimate.solve(own, given["product"], g, blocks))
+        else:
+            own = estimate.update(state["fisher"], given["scores"])
+            rule = self._with(lambda g: estimate.product(own, g))
         step = rule.step(params, grads, state)
-        # scores are those of q, which are good where the gradient is not
-        return replace(step, state=step.state | fisher, if_refused=step.if_refused | fisher)
-
-    def _conjugate_step(
-        self, params: Tensors, grads: Tensors, state: State, solver: ConjugateGradients, given: Any
-    ) -> Step:
-        product, sizes = given["product"], list(self.family.sizes(params).values())
-        own = solver.update(state["fisher"], product, sizes)
-        blocks = [sum(sizes)]
-        if isinstance(self.family, Coordinates):
-            blocks = self.family.block_sizes(params)
-        rule = self._with(lambda g: solver.solve(own, product, g, blocks))
-        step = rule.step(params, grads, state)
-        if "divergence" in given:
+        if isinstance(estimate, ConjugateGradients) and "divergence" in given:
             step, short = shortened(step, params, given["divergence"])
-            own = solver.adapted(own, short)
-        kept = {"fisher": own}
-        return replace(step, state=step.state | kept, if_refused=step.if_refused | kept)
+            own = estimate.adapted(own, short)
+        # scores are those of q, which are good where the gradient is not
+        fisher = {"fisher": own}
+        return replace(step, state=step.state | fisher, if_refused=step.if_refused | fisher)
