@@ -16,6 +16,7 @@ import pyro.distributions as dist
 import torch
 import torch.distributions as td
 from pyro import poutine
+from pyro.distributions.transforms import LowerCholeskyAffine
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import constraints
@@ -25,7 +26,6 @@ from torch.special import erfc, erfcx, ndtri
 from ..distributions import GaussianProcess
 from ..families.base import log_normal
 from ..families.vectors import split
-from ..linalg.products import matvec
 from ..runtime.density import LatentLayout, Sites, innermost, is_latent, is_minibatch
 from ..runtime.pyro_adapter import masks_of
 from ..runtime.run import Minibatches, run_particles, run_plainly
@@ -85,13 +85,7 @@ EXPONENTIAL = (  # torch's log_ndtr has no rule under vmap
 
 
 def joint(fn: Any) -> Transform:
-    """loc + L xi."""
-    L, loc = fn.scale_tril, fn.loc
-
-    def solve(y: Tensor) -> Tensor:
-        return torch.linalg.solve_triangular(L, (y - loc).unsqueeze(-1), upper=False).squeeze(-1)
-
-    return FromNoise(lambda x: loc + matvec(L, x), solve)
+    return LowerCholeskyAffine(fn.loc, fn.scale_tril)
 
 
 #: how white noise becomes a draw; other scalars go by their ``icdf``, images by their transforms
