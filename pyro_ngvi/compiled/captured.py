@@ -167,9 +167,8 @@ class CapturedGraph:
                 x.clone() if x.untyped_storage().data_ptr() in storages else x
                 for x in self._run(*given, *self._graph.noise())
             ]
-            new, loss, _, _, state = function.parts(results)
-            _copy(places, [*new, *state])
-            losses.append(loss)
+            _copy(places, [*results[:stepped], *function.state_of(results)])
+            losses.append(function.loss_of(results))
         return results, torch.stack(losses)
 
     @contextmanager

@@ -94,7 +94,8 @@ class CheckedGraph:
             results = self._compared(inputs, args, kwargs)
         else:
             results = self._run(inputs)
-        return self.function.take(results)
+        self.function.take(results)
+        return self.function.loss_of(results)
 
     def several(self, most: int, data: list[Tensor]) -> list[Tensor]:
         """Up to ``most`` further steps on the data of the last, as far as they need no comparison and
@@ -104,7 +105,7 @@ class CheckedGraph:
         most = min(most, following - 1 - self.uses)
         if function.others or most < 1:
             return []
-        results: Sequence[Tensor] = []
+        stepped, results = len(function.stepped), []
         inputs = [*function.inputs(), *data]
         state = slice(len(function.leaves), len(inputs) - len(data))
         try:
@@ -112,18 +113,18 @@ class CheckedGraph:
                 fixed = None if self._lowered() else self._capture(inputs)
                 if fixed is None:
                     results = self._run(inputs)
-                    found = []
+                    new = [function.loss_of(results)]
                 else:
                     try:
-                        results, found = fixed.several(inputs, min(most - len(losses), 5 * CHUNK))
+                        results, new = fixed.several(inputs, min(most - len(losses), 5 * CHUNK))
                         self.tier = "cuda_graph"
                     except CannotCompile as refused:
                         self._give_up(refused)
                         continue
-                new, loss, reports, _, inputs[state] = function.parts(results)
-                inputs[: len(new)] = new
-                losses += found or [loss]
-                if any(host_bool(report["finite"]) is False for report in reports.values()):
+                inputs[:stepped], inputs[state] = results[:stepped], function.state_of(results)
+                losses += new
+                reports = function.reports_of(results).values()
+                if any(host_bool(report.finite) is False for report in reports):
                     break
         finally:
             self.uses += len(losses)

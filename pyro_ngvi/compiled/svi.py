@@ -227,13 +227,13 @@ class CompiledSVI(SVI):
                 p.grad = None  # the eager step would add to what is there
             known.refused = str(refused) if known.steps > SETTLED else ""
             return self._eager(known.refused, args, kwargs)
-        known.graph, (_, loss, _, gradients, _) = graph, function.parts(graph.results)
+        known.graph, results = graph, graph.results
         graph.results = []
-        function.step_others(gradients)
+        function.step_others(function.gradients_of(results))
         if self._inductor:
             graph.lower(data, self._wait)
         self.tier, self.reason = "recorded", ""
-        return loss
+        return function.loss_of(results)
 
 
 def _stacked(losses: list[Tensor]) -> Tensor:
