@@ -52,6 +52,15 @@ class Fit(Result):
         svi: the ``pyro.infer.SVI``.
         stop: the :class:`~pyro_ngvi.StopRule`.
         advice: guide, optimizer and loss, and the reasons for what was not given.
+
+    Example:
+        >>> import pyro, torch, pyro.distributions as dist, pyro_ngvi as ngvi
+        >>> def model(y=None):
+        ...     m = pyro.sample("m", dist.Normal(0.0, 10.0))
+        ...     pyro.sample("y", dist.Normal(m, 1.0).expand([30]).to_event(1), obs=y)
+        >>> fit = ngvi.fit(model, torch.linspace(1.0, 3.0, 30), seed=0, progress=False)
+        >>> fit.verdict.ok, fit.predict(seed=0)["y"].shape
+        (True, torch.Size([1000, 30]))
     """
 
     def __init__(

@@ -270,13 +270,14 @@ class Result:
         return diagnostics.to_arviz(model, guide, *args, **options, **self.kwargs)
 
     def summary(self, **options: Any) -> Any:
-        """ArviZ's table with the verdict under it: :func:`pyro_ngvi.summary`."""
+        """ArviZ's table with the verdict under it: :func:`pyro_ngvi.summary`, with its ``options``."""
         self.verdict  # noqa: B018
         return diagnostics.summary(self.idata, **options)
 
     def loo(self, var_name: str | None = None) -> Any:
         """Leaving out each datum in turn, by weights p / q unless the verdict has no use for them:
-        :func:`pyro_ngvi.diagnostics.loo`.  ``AutoSites`` knows it better: ``fit.guide.loo()``."""
+        :func:`pyro_ngvi.diagnostics.loo`.  ``var_name`` is the observed site, where there are several.
+        ``AutoSites`` knows it better: ``fit.guide.loo()``."""
         self._need_all_data()
         if var_name not in self._loo:
             how: Any = {"num_samples": self._draws, "var_name": var_name, "seed": 0}
@@ -290,7 +291,8 @@ class Result:
     # --- draws
 
     def sample(self, num_samples: int = 1000, seed: int | None = None) -> dict[str, Tensor]:
-        """Draws (num_samples, ...) of the latent sites, by name; corrected where :attr:`idata` is."""
+        """Draws (num_samples, ...) of the latent sites, by name; corrected where :attr:`idata` is.
+        With a ``seed`` they are always the same; without, the random state moves on."""
         source = self._source
         with random_state(seed):
             if source is not self.guide:
@@ -298,7 +300,8 @@ class Result:
             return guide_draws(partial(source, *self._call[1], **self.kwargs), num_samples)[0]
 
     def predict(self, *args: Any, **options: Any) -> dict[str, Tensor]:
-        """:func:`pyro_ngvi.predict` at new arguments, from such draws."""
+        """:func:`pyro_ngvi.predict` at new arguments, ``args`` of the model, from such draws; its
+        ``options`` are ``num_samples``, ``seed``, ``from_prior`` and more, and the model's keywords."""
         return diagnostics.predict(self.model, self._source, *args, **options)
 
     # --- to look at

@@ -133,11 +133,13 @@ class NoiseClock:
     min_window: float = 10.0
 
     def init(self, like: Tensor) -> Tensors:
+        """The clock, the moments of the signal and the count, each like ``like``."""
         names = ("mean", "variance", "weight", "count")
         zero = torch.zeros_like(like)
         return {"clock": zero + self.start, **{n: zero.clone() for n in names}}
 
     def gain(self, signal: Tensor, state: Tensors) -> tuple[Tensor, Tensors]:
+        """The gain after a signal, the share of the gradient that is no noise, and the new state."""
         clock, count = state["clock"], state["count"]
         first = count == 0  # nothing came before the first step: no signal to read
         window = torch.clamp(0.5 * clock, min=self.min_window)

@@ -189,6 +189,7 @@ class LogPower:
     power: float = 2.0
 
     def rate(self, k: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+        """w_k over the total of the weights up to iterate k, and that total."""
         weight = torch.log(k + 1.0) ** self.power
         total = total + weight
         return weight / total, total
@@ -204,6 +205,7 @@ class Tail:
     eta: float = 4.0
 
     def rate(self, k: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+        """The rate at iterate k, at most 1, and the total as it was: none is needed."""
         return (self.eta / (k + (self.eta - 1.0))).clamp_max(1.0), total
 
 

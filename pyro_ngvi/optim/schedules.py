@@ -38,9 +38,11 @@ class RobbinsMonro:
             raise ValueError(f"{self} needs scale > 0, offset > 0 and a power in [0, 1].")
 
     def init(self, like: Tensor) -> Tensors:
+        """The count of advances and the mean signal, both zero."""
         return {"count": torch.zeros_like(like), "mean": torch.zeros_like(like)}
 
     def gain(self, signal: Tensor, state: Tensors) -> tuple[Tensor, Tensors]:
+        """b_k, and a count that advances where the mean signal is at most ``patience``."""
         count = state["count"]
         mean = torch.lerp(state["mean"], signal, 0.1)
         advance = mean <= self.patience
@@ -78,9 +80,11 @@ class Constant:
         require(0.0 < self.value < torch.inf, "A constant step", "be a positive number", self.value)
 
     def init(self, like: Tensor) -> Tensors:
+        """Nothing: it remembers nothing."""
         return {}
 
     def gain(self, signal: Tensor, state: Tensors) -> tuple[Tensor, Tensors]:
+        """``value`` at every step."""
         return torch.full_like(signal, self.value), state
 
 
