@@ -1,7 +1,7 @@
 """Bayesian logistic regression in half a minute: ``make quickstart``.
 
 569 patients, 30 measurements, one question: is the tumour benign?  `ngvi.fit` answers it in one call.
-Beside Adam: `NGVB` and Adam, each with 8 particles a step, fit a Gaussian with full covariance to the
+Beside Adam: `NGVB` and Adam, each with 8 particles per step, fit a Gaussian with full covariance to the
 posterior of the 31 coefficients by turns, each from where its guide starts: ours searches for a
 Gaussian, and the clock runs.  Then ArviZ, k-hat, and a figure of the ELBO against time.
 
