@@ -444,7 +444,7 @@ plt.show()
 # Three limits remain.
 #
 # - Neither k-hat nor `diagnose` finds a mode that is far from all draws of the guide. Fit from several
-#   starts; [gotchas](../howto/gotchas.md) says more.
+#   starts; [gotchas](../howto/gotchas_verdicts.md#verdicts-that-disagree) say more.
 # - `diagnose` needs gradients of the model at a thousand points some fifty times. On a large model
 #   `fit` falls back to k-hat.
 # - Everything here used one small data set. [Tutorial 05](05_flows.ipynb) has a second one, with a bent

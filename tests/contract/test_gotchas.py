@@ -1,4 +1,4 @@
-"""docs/howto/gotchas.md: its code runs, and does what the page says."""
+"""docs/howto/gotchas*.md: their code runs, and does what the pages say."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,8 @@ from pyro.infer.autoguide import AutoMultivariateNormal
 
 import pyro_ngvi as ngvi
 
-PAGE = (Path(__file__).parents[2] / "docs" / "howto" / "gotchas.md").read_text(encoding="utf-8")
+PAGES = sorted((Path(__file__).parents[2] / "docs" / "howto").glob("gotchas_*.md"))
+PAGE = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
 
 
 def page_names() -> dict[str, Any]:
