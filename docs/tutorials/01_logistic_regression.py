@@ -77,7 +77,7 @@ plt.rcParams.update({"figure.dpi": 90, "figure.constrained_layout.use": True})
 # ## The data
 #
 # Street, Wolberg & Mangasarian (1993) measured cell nuclei in images of breast tumours;
-# scikit-learn brings the table along. We take the "worst" values, the mean of the three largest
+# scikit-learn has the table. We take the "worst" values, the mean of the three largest
 # nuclei in each image, and standardise them. The outcome is 1 for a benign tumour.
 
 # %%
@@ -177,7 +177,7 @@ print(fit)
 # Line by line:
 #
 # - *what was chosen*: `AutoFullRankNormal`, one Gaussian with any covariance over all eleven
-#   coefficients; [`NGVB`](../reference/index.md), natural gradients; eight draws a step.
+#   coefficients; [`NGVB`](../reference/index.md), natural gradients; eight draws per step.
 # - *why it stopped*: "converged" means that an estimate of what could still be gained within the
 #   family has fallen below the tolerance.
 # - *the ELBO*, and a verdict on the answer. More of that [below](#is-the-approximation-any-good).
@@ -232,8 +232,8 @@ plt.title("94% intervals (thin) and middle halves (thick)", fontsize=10)
 _ = plt.xlabel("log odds of benign, for one sd of the measurement")
 
 # %% [markdown]
-# Texture is known best: its interval is narrow and far from zero. Radius, perimeter and area have
-# wide intervals each. They share one effect, and the data cannot say which of them has it.
+# Texture is known best: its interval is narrow and far from zero. Radius, perimeter and area each
+# have a wide interval. They share one effect, and the data cannot say which of them it belongs to.
 #
 # ## Does the model describe the data?
 #
@@ -394,7 +394,7 @@ assert ((low <= seen) & (seen <= high)).sum() >= 8
 # Gradient descent and Adam move in $\log a$ and $\log b$, as Pyro stores them. Both get the best
 # of twelve learning rates, the one with the smallest KL divergence after 150 steps. The natural
 # gradient takes its full step, except that no step is longer than 1 in units of the Fisher matrix,
-# about half a nat: so the trust region of `NGVB` begins. All gradients here are exact.
+# about half a nat, which is where the trust region of `NGVB` begins. All gradients here are exact.
 
 # %% tags=["hide-input"]
 target = torch.tensor([58.0, 144.0])

@@ -109,8 +109,8 @@ pd.DataFrame(
 
 # %% [markdown]
 # The first column is the error of the prediction for the 142, in sds of y, and the second the mean
-# log density of their outcomes, a higher one being better. A line explains half of the variance and
-# leaves the rest. A good network should not do worse than the line, whatever its width.
+# log density of their outcomes, where higher is better. A line explains half of the variance. A good
+# network should not do worse than the line, whatever its width.
 #
 # ## A Gaussian for each weight
 #
@@ -189,7 +189,7 @@ first.round(digits)
 # get worse as it falls. From the wide start the network is hardly better than one Gaussian for all
 # y, and the noise, in the last column, is put at the sd of y or more: all is called noise. Adam's loss
 # has far to fall, and its predictions have begun to slip. So a good mean-field fit of this network is
-# one that was stopped early. Its bound is not a guide to it.
+# one that was stopped early, and the bound does not say when.
 #
 # ## A matrix from a vector
 #
@@ -241,7 +241,7 @@ second.round(digits)
 
 # %% [markdown]
 # The loss falls, and the noise stays near three quarters. The predictions are somewhat behind the
-# line and move by some hundredths of a nat, but they do not slide to those of one Gaussian. The
+# line and move by a few hundredths of a nat, but they do not slide to those of one Gaussian. The
 # losses of the two tables are not to be compared: here the KL term is that of $g$, since $W$, an
 # image of fewer numbers, has no density. Predictions are. Where are the weights of the middle
 # matrix now?
@@ -372,9 +372,9 @@ pd.DataFrame(rows, columns=["width", "dense layer", "Walsh-Hadamard layer"]).set
 # - **It does not approximate your posterior.** $W$ has no density, so the bound is that of a model
 #   in which $g$ has the prior. {class}`pyro_ngvi.AutoProperWalshHadamard` adds white noise and
 #   bounds the evidence of your model; it is often loose.
-# - **The diagonals are point estimates**, fitted without a prior. No interval knows of their
+# - **The diagonals are point estimates**, fitted without a prior. No interval includes their
 #   uncertainty.
-# - **Small layers.** For some hundred weights {class}`pyro_ngvi.AutoMatrixNormal` or
+# - **Small layers.** For a few hundred weights {class}`pyro_ngvi.AutoMatrixNormal` or
 #   {class}`pyro_ngvi.AutoFullRankNormal` keep the model as it is.
 # - **Other ways out.** Stopping early, a tempered KL term and ensembles are others, and are not
 #   compared here.

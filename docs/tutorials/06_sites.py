@@ -17,19 +17,19 @@
 # # One patient in a trial: a Poisson regression by sites
 #
 # A generalised linear model can be fitted without one random draw. `AutoSites` keeps a Gaussian
-# factor, a *site*, for each datum. `CVI` updates all of them in a sweep. After a few sweeps the
+# factor, a *site*, for each observation. `CVI` updates all of them in a sweep. After a few sweeps the
 # ELBO is at its maximum, to rounding.
 #
-# A posterior that is kept datum by datum can also be taken apart datum by datum. It tells what the
-# model would predict for a datum that it has not seen, and how far the coefficients move without a
-# patient. No refitting is needed. We use this to read a clinical trial again, in which one of 59
-# patients decides what the model says of the drug.
+# A posterior that is put together one observation at a time can be taken apart in the same way. It
+# tells what the model would predict for an observation that it has not seen, and how far the
+# coefficients move without a patient. No refitting is needed. We use this to read a clinical trial
+# again, in which one of 59 patients decides what the model says of the drug.
 #
 # **You will**
 #
 # - fit a Poisson regression by sweeps, and compare with stochastic methods at equal time;
 # - see what a site is;
-# - predict each datum from all others, and check the result against refits;
+# - predict each observation from all others, and check the result against refits;
 # - find the patient on whom the conclusion hangs, and repair the model.
 #
 # **Contents** [The trial](#the-trial) · [Sweeps](#a-fit-without-draws) · [Sites](#what-a-site-is) ·
@@ -164,8 +164,8 @@ sweeps = pd.DataFrame({"loss before the sweep": fit.losses[:7], "nats to go": to
 sweeps.rename_axis("sweep").style.format({"nats to go": "{:.1e}"})
 
 # %% [markdown]
-# The first sweep starts at the prior. Four or five sweeps do; the rest of the run was the stop rule
-# making sure. The coefficients, through ArviZ:
+# The first sweep starts at the prior. Four or five sweeps are enough; in the others the stop rule
+# made sure of that. The coefficients, through ArviZ:
 
 # %%
 names = ["intercept", "baseline", "progabide", "progabide x baseline", "visit 4"]
@@ -263,7 +263,7 @@ after.style.format("{:.1e}")
 #
 # the prior times one Gaussian factor in each $f_n$ (Opper and Archambeau 2009). A sweep sets
 # $\Lambda_n = -\mathbb E_q\, \partial^2 \log p(y_n \mid f_n)$ and $\nu_n$ to match the mean
-# gradient, both under the present $q$ (Khan and Lin 2017). So visit $n$ acts like an observation of
+# gradient, both under the present $q$ (Khan and Lin 2017). So visit $n$ acts like a measurement of
 # $f_n$ with the value $\nu_n / \Lambda_n$ and the variance $1 / \Lambda_n$. `guide.sites()` returns
 # them.
 
@@ -294,7 +294,7 @@ print(f"and {share:.0%} of the precision of all sites")
 #
 # ## Leave-one-out
 #
-# Dividing site $n$ out of $q$ leaves, nearly, the posterior without datum $n$. Its prediction of
+# Dividing site $n$ out of $q$ leaves, nearly, the posterior without observation $n$. Its prediction of
 # $y_n$ is a one-dimensional integral:
 
 # %%
@@ -303,8 +303,8 @@ print(loo)
 
 # %% [markdown]
 # `elpd_loo` sums $\log p(y_n \mid y_{-n})$ over all visits. `p_loo` counts the effective
-# parameters. The model has five, and more than twenty is a warning: single data move the fit more
-# than a correct model would let them.
+# parameters. The model has five, and more than twenty is a warning: single observations move the
+# fit more than a correct model would let them.
 #
 # PSIS-LOO of ArviZ estimates the same from draws of $q$, with weights $1 / p(y_n \mid w)$. Such
 # weights fail for data that matter, and k-hat says when. We refit without each of the twelve visits
@@ -374,8 +374,8 @@ assert "Take the intervals as they are" in fit.verdict.verdict
 #
 # ## Which patient matters?
 #
-# The same division says how far the posterior mean moves without a datum, or without a set of them.
-# We leave out patients, with all their visits.
+# The same division says how far the posterior mean moves without one observation, or without a set
+# of them. We leave out patients, with all their visits.
 
 # %%
 of_patient = [torch.arange(4) + 4 * i for i in range(59)]
@@ -497,8 +497,8 @@ assert abs(effects_of_48.shift([48])[0, 3]) < q2.stddev[3]
 #
 # ## When not to use it
 #
-# - The block has to be Gaussian a priori, and a datum may see at most 64 linear combinations of it.
-#   Scales with a prior of their own go to another guide of an `AutoGuideList`, or use
+# - The block has to be Gaussian a priori, and an observation may see at most 64 linear combinations
+#   of it. Scales with a prior of their own go to another guide of an `AutoGuideList`, or use
 #   {class}`pyro_ngvi.AutoFullRankNormal`, or for many groups {class}`pyro_ngvi.AutoHierarchical`.
 # - Here $\sigma$ is a point estimate, and no interval above includes its uncertainty.
 # - Influence and leave-one-out hold the other sites, and $\sigma$, where they are. For the few data

@@ -140,8 +140,8 @@ plt.show()
 # ## Fit
 #
 # `fit` sees a chain and takes [`AutoSites`](../ideas/sites.md): the prior of the path times one
-# Gaussian factor for each datum. Its rule `CVI` moves these factors to a fixed point. The two scales
-# are ordinary parameters; `others=` says what moves them.
+# Gaussian factor for each observation. Its rule `CVI` moves these factors to a fixed point. The two
+# scales are ordinary parameters; `others=` says what moves them.
 
 
 # %%
@@ -448,9 +448,8 @@ assert within.sum() >= 14 and rows[2][1] > rows[0][1]
 #   several origins, not one.
 # - A guide knows the times it was trained at. For later times put them in from the start, unseen, as
 #   here. `mask` keeps verdicts and ArviZ's export working; data that are NaN work in the steps alone.
-# - `GaussianStateSpace` takes any transition and noise: trends, seasons, regressors as offsets. A
-#   cost of
-#   $O(T S^3)$ for states of $S$ numbers is what limits it.
+# - `GaussianStateSpace` takes any transition and noise: trends, seasons, regressors as offsets. What
+#   limits it is the cost, $O(T S^3)$ for states of $S$ numbers.
 # - What is not Gaussian in the states themselves (jumps, volatility with a prior on its scale) is
 #   outside the class. `AutoSites` says so at the first call.
 #

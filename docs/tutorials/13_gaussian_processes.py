@@ -159,8 +159,8 @@ fit
 
 # %% [markdown]
 # Each step is one sweep over all sites, by `CVI`, and one step in the kernel's parameters, by the
-# Adam in `others=`. The sites make $q(f)$ follow a new kernel at once, so the two disturb each
-# other little. Adam gets a short memory, as the first gradients are large and mean little.
+# Adam in `others=`. The sites make $q(f)$ follow a new kernel at once, so the two hardly
+# disturb each other. Adam gets a short memory, as the first gradients are large and say little.
 #
 # The run ended at the limit of 30 steps; the kernel still moves a little. The verdict judges the
 # joint posterior of all 400 function values by importance weights, and does not trust it: the
@@ -260,7 +260,7 @@ _ = figure.colorbar(image, label="ELBO, the best of the grid being 0 [nats]")
 #
 # ## More data in the same time
 #
-# A dense process costs $N^3$ a sweep. With $M$ *inducing points*, $q$ is kept for the values of $f$
+# A dense process costs $N^3$ per sweep. With $M$ *inducing points*, $q$ is kept for the values of $f$
 # at $M$ inputs, here the first digits of the data, and a sweep costs $N M^2$. The bound is that of
 # Titsias (2009), in the form of Adam et al. (2021), and at the same kernel it is never above the
 # bound of the dense process. Minibatches become possible too: a step sees some digits and moves

@@ -20,8 +20,8 @@
 # week. A label turns out to be wrong. A patient withdraws consent. Each time the posterior should
 # be the one that a fit to the present data would give, without fitting again from the start.
 #
-# `AutoSites` keeps a Gaussian factor for each datum, its *site*. So a datum can be added, changed
-# or taken out, and two or three sweeps over the sites bring the rest up to date.
+# `AutoSites` keeps a Gaussian factor for each observation, its *site*. So an observation can be
+# added, changed or taken out, and two or three sweeps over the sites bring the rest up to date.
 #
 # **You will**
 #
@@ -213,7 +213,7 @@ assert ratio > 1.5 and min(s for _, s in predicted) > -0.3
 # Left: with `add` and two sweeps the gap stays below a tenth of a nat, however many arrive. Two
 # sweeps from the start are far away, since the old sites have to be found again. "Posterior as
 # prior" starts well and its errors add up: what it made of early data was right for the posterior
-# of then, and is never corrected. Right: the model predicts the next patients well from the first
+# of that time, and is never corrected. Right: the model predicts the next patients well from the first
 # groups on; ups and downs are those of fifty patients.
 #
 # ## A label is corrected
@@ -331,13 +331,13 @@ assert abs(passes[6]) < 1e-2
 #
 # ## When not to use it
 #
-# - **A latent variable for each datum**, as in a Gaussian process at the inputs of the data: the
+# - **A latent variable for each observation**, as in a Gaussian process at the inputs of the data: the
 #   block itself would grow. Give room in advance: mark outcomes that are not there yet as NaN,
-#   which counts as missing, and call `guide.reset` for a datum when it is filled in.
+#   which counts as missing, and call `guide.reset` for an observation when it is filled in.
 # - **A world that changes.** All data count alike, however old. Model the drift
 #   ({doc}`/howto/time_series`), or remove what is too old.
 # - **Streams too long to keep.** Sites need the data at every sweep. "Posterior as prior" needs the
-#   last group alone, and pays as the picture shows.
+#   last group alone, at the price that the picture shows.
 # - **Models outside the class**: networks, priors that are not Gaussian. See
 #   {doc}`/howto/minibatches` and {doc}`/howto/checkpoints` for these.
 #
