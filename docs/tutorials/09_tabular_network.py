@@ -445,7 +445,7 @@ assert (digit_table["ECE"].drop("NGVB") < 0.08).all()
 # ## What to take
 #
 # - **A deep ensemble** first. On these tables nothing was better by more than its error, and it has
-#   one number to tune. It costs one network a member, to train and to keep.
+#   one number to tune. It costs one network per member, to train and to keep.
 # - **MAP** where two or three hundredths of a nat do not matter: a fifth of the time.
 # - **VOGN** if you want one distribution over weights, for instance to draw from or to go on from as
 #   a prior. It was level with the ensemble on one table and close on the other.

@@ -157,10 +157,10 @@ print(fit.diagnosis)
 # - **sds by**: by how much they change its standard deviation.
 # - **good, off, ?**: below 0.3 sd and 30 % for certain, above for certain, or too close to tell.
 #
-# Only `tau` is off for certain. The last line is a second witness. k-hat is the shape of the tail
-# of the importance weights $p(y, z) / q(z)$; below 0.7 the weights have a manageable tail. Here it
-# is larger, and the weights of 16,000 draws are worth a few tens. It judges draws of $q$ alone, and
-# where $q$ never goes, no weight can tell.
+# Only `tau` is off for certain, by itself and by its logarithm, the row "unconstrained". The last
+# line is a second witness. k-hat is the shape of the tail of the importance weights $p(y, z) / q(z)$;
+# below 0.7 the weights have a manageable tail. Here it is larger, and the weights of 16,000 draws are
+# worth a few tens. It judges draws of $q$ alone, and where $q$ never goes, no weight can tell.
 
 # %% [markdown]
 # ## The exact answer
