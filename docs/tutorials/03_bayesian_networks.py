@@ -73,7 +73,7 @@ plt.rcParams.update({"figure.dpi": 90, "figure.constrained_layout.use": True})
 # %% [markdown]
 # ## The colour of wine
 #
-# How strong is the colour of a wine with so many flavanoids? The table of 178 Italian wines comes
+# How strong is the colour of a wine, given its flavanoids? The table of 178 Italian wines comes
 # with scikit-learn (Forina et al. 1988). We take logarithms of the colour, standardise both, and
 # keep a third of the wines for testing.
 
@@ -97,6 +97,7 @@ _ = axis.legend()
 # %% [markdown]
 # Not a line: pale wines are in the middle. And the scatter is not the same everywhere: it is
 # widest at the left.
+#
 # ## A network becomes a model
 #
 # The network has five hidden units and two outputs, $f_1$ for the mean and $f_2$ for the sd of
@@ -193,7 +194,7 @@ columns = ["guide", "ELBO", "test log density", "in 50%", "in 90%", "sd of mean 
 wine_table = pd.DataFrame(rows, columns=columns)
 print(wine_table.round(2).to_string(index=False))
 bell = dist.Normal(0.0, 1.0).log_prob(y[test]).mean().item()
-print(f"one Gaussian for all wines: test log density {bell:.2f} nats a wine")
+print(f"one Gaussian for all wines: test log density {bell:.2f} nats per wine")
 
 # %% tags=["remove-cell"]
 # what the text says of these numbers
@@ -222,11 +223,11 @@ for fit in fits.values():
     print(fit.verdict, "\n")
 
 # %% [markdown]
-# Neither is usable, and for predictions away from the data that is the right word. Five hidden
-# units can change places and signs, so the posterior has $5! \, 2^5 = 3840$ modes that are alike,
-# and others that are not; a Gaussian sits in one of them. What all of the modes have to say about
-# wines beyond the data is more than one Gaussian knows, and another start may end in a mode with a
-# wider band.
+# Neither is usable, and away from the data that is the right judgement of their predictions. Five
+# hidden units can change places and signs, so the posterior has $5! \, 2^5 = 3840$ modes that are
+# alike, and others that are not; a Gaussian sits in one of them. What all of the modes have to say
+# about wines beyond the data is more than one Gaussian knows, and another start may end in a mode
+# with a wider band.
 #
 # **Conclusion.** Where there are data, the two families predict alike. Where there are none,
 # independent weights do not know that they do not know, and a full covariance knows it in part. If
@@ -349,7 +350,7 @@ def reliability(prob, labels, bins=10):
 # work. `VOGN` and `IVON` keep their default rates, which fall with the steps. The numbers of steps
 # are fixed, so that the tables can be reproduced, and chosen so that runs cost about the same; the
 # line below the table says how nearly. The score is the negative log likelihood of validation
-# digits, in nats a digit; lower is better.
+# digits, in nats per digit; lower is better.
 
 # %% tags=["hide-input"]
 methods = {"MAP": best, "ensemble": best, "BBB": bbb, "VOGN": vogn, "IVON": ivon}
@@ -417,7 +418,7 @@ for seed in range(SPLITS):
         accuracy = (prob.argmax(-1) == labels[test]).float().mean().item()
         score, far = (nats(p, labels[test]).mean().item() for p in (prob, prob_moved))
         results.append((name, kind, seed, accuracy, score, ece, far))
-columns = ["method", "weight", "split", "accuracy", "nats a digit", "ECE", "nats, moved"]
+columns = ["method", "weight", "split", "accuracy", "nats per digit", "ECE", "nats, moved"]
 results = pd.DataFrame(results, columns=columns)
 means = results.groupby(["method", "weight"], sort=False).mean().drop(columns="split")
 means = means.reset_index()
@@ -435,11 +436,11 @@ tuned = results[results["weight"] == "tuned"].set_index(["split", "method"])
 rows = []
 for name in ("ensemble", "BBB", "VOGN", "IVON"):
     row = [name]
-    for column in ("nats a digit", "ECE", "nats, moved"):
+    for column in ("nats per digit", "ECE", "nats, moved"):
         gap = tuned[column].unstack()[name] - tuned[column].unstack()["MAP"]
         row += [gap.mean(), gap.std() / SPLITS**0.5]
     rows.append(row)
-columns = ["method - MAP", "nats a digit", "s.e.", "ECE", "s.e.", "nats, moved", "s.e."]
+columns = ["method - MAP", "nats per digit", "s.e.", "ECE", "s.e.", "nats, moved", "s.e."]
 differences = pd.DataFrame(rows, columns=columns)
 print(differences.round(3).to_string(index=False))
 
@@ -465,13 +466,13 @@ _ = axes[1].legend()
 
 # %% tags=["remove-cell"]
 # what the text says of these numbers
-score = results.groupby(["method", "weight"])[["nats a digit", "ECE", "nats, moved"]].mean()
+score = results.groupby(["method", "weight"])[["nats per digit", "ECE", "nats, moved"]].mean()
 best_map = score.loc[("MAP", "tuned")]
 for name in ("BBB", "VOGN", "IVON"):
     one, at_best = score.loc[(name, "1")], score.loc[(name, "tuned")]
     assert one["ECE"] > 2 * best_map["ECE"], name
-    assert at_best["nats a digit"] < one["nats a digit"], name
-    assert -0.01 < at_best["nats a digit"] - best_map["nats a digit"] < 0.05, name
+    assert at_best["nats per digit"] < one["nats per digit"], name
+    assert -0.01 < at_best["nats per digit"] - best_map["nats per digit"] < 0.05, name
     assert one["nats, moved"] < best_map["nats, moved"], name
 assert score.loc[("ensemble", "tuned"), "nats, moved"] < best_map["nats, moved"]
 
@@ -501,8 +502,6 @@ assert score.loc[("ensemble", "tuned"), "nats, moved"] < best_map["nats, moved"]
 # rivals and less work. What the modesty of Bayes' rule buys is caution elsewhere. Decide which of
 # the two you need, and test on data that differ from those of training, as the last column does.
 #
-#
-#
 # ## Which method?
 #
 # | you want | take |
@@ -512,7 +511,6 @@ assert score.loc[("ensemble", "tuned"), "nats, moved"] < best_map["nats, moved"]
 # | error bars of a small network | `ngvi.fit`: `AutoFullRankNormal` and `NGVB` |
 # | a Bayesian network without a rate to search | IVON or VOGN, at their default rates |
 # | a guide of Pyro's that is not Gaussian | Adam, or [`IFVB`](02_any_guide.ipynb) |
-#
 #
 # If you temper, say so, and choose the weight on validation data. Four settings decide most runs.
 # Start at the weights of the module, with a small `init_scale` (0.01 to 0.03 for hundreds of
