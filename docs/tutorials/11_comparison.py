@@ -56,7 +56,6 @@ warnings.filterwarnings("ignore", message=r"\s*ArviZ is undergoing", category=Fu
 warnings.filterwarnings("ignore", message="IProgress not found")
 # of k-hats, which the page prints
 warnings.filterwarnings("ignore", message="Estimated shape parameter", category=UserWarning)
-warnings.filterwarnings("ignore", message="loo cannot be relied on")  # said in the text
 
 import matplotlib.pyplot as plt
 import torch
@@ -207,7 +206,7 @@ assert checks["Poisson"][1] < 0.05
 # %% [markdown]
 # *p* is the share of predicted data sets with at least the dispersion of the data (vertical line). Few
 # data sets of either model scatter as much as ours. The Poisson models do not describe the scatter,
-# and intervals of theirs would be too narrow.
+# and their intervals would be too narrow.
 
 # %% [markdown]
 # ## Two more models
@@ -246,7 +245,13 @@ for name in ("negative binomial", "plot effects"):
     print(f"{name}: {fits[name].verdict.verdict}")
 
 # %% [markdown]
-# `AutoHierarchical` suits the effects, whose scale is unknown ([tutorial 07](07_hierarchies.ipynb)). A
+# `AutoHierarchical` suits the effects, whose scale is unknown ([tutorial 07](07_hierarchies.ipynb)).
+# Its guide alone is not usable: it gets the tail of $\sigma$ near zero wrong. But `fit` has
+# integrated the effects out and found weights that correct the draws, so that the intervals may be
+# taken as they are. All that we read of this fit below is corrected, but for the ELBO, and where we
+# hand over `fit.guide`. The fit of the negative binomial is corrected too, and would not need it.
+#
+# A
 # check of the effects model asks for *new* plots: their effects come from the prior given
 # $\sigma$, `from_prior=["e"]`. With the fitted effects it would hardly fail, as they follow the data.
 
@@ -263,7 +268,7 @@ histograms({name: checks[name] for name in ("Poisson", "negative binomial", "plo
 assert min(checks[name][1] for name in ("negative binomial", "plot effects")) > 0.1
 
 # %% [markdown]
-# For both new models the data are an ordinary draw. Is it also worth a parameter more?
+# For both new models the data are an ordinary draw. Do they also predict better?
 
 # %% [markdown]
 # ## Comparison
@@ -289,7 +294,7 @@ compared.round(2)
 #   counts.
 # - **warning**: some Pareto k-hats are too large, and the score of the row is not to be trusted.
 # - **elbo**, **elbo_se**: the ELBO and its Monte-Carlo error, in nats.
-# - **decision**: whether the guide's draws may be taken as they are.
+# - **decision**: whether intervals of the fit may be taken as they are, here the corrected ones.
 
 # %% tags=["hide-input"]
 ax = az.plot_compare(compared.drop(columns=["elbo", "elbo_se", "decision"]), figsize=(7, 2.6))
@@ -299,12 +304,21 @@ plt.show()
 # %% tags=["remove-cell"]
 assert compared.loc["plot effects", "warning"] and not compared.loc["Poisson", "warning"]
 assert compared.loc["one rate", "elpd_diff"] > 5 * compared.loc["one rate", "dse"]
-assert compared.loc["plot effects", "p_loo"] > 12
+assert compared.loc["plot effects", "p_loo"] > 12 and compared.index[0] == "plot effects"
+assert not compared.loc["negative binomial", "warning"]
+behind = compared["elpd_diff"] / compared["dse"]
+assert 2 < behind["negative binomial"] < 2.5 and 1 < behind["Poisson"] < 2
+assert (compared["decision"] == "intervals").all()
+for name in ("negative binomial", "plot effects"):
+    assert "corrected" in fits[name].verdict.verdict
+assert "guide alone: Not usable" in fits["plot effects"].verdict.verdict
+assert "guide alone: Take" in fits["negative binomial"].verdict.verdict
 
 # %% [markdown]
-# *One rate* is out of the question: its distance is many standard errors. Between the other three the
-# distances are three nats at most, no more than their errors. The predictive check saw the Poisson
-# model's fault more clearly than the comparison does. And both new models carry a warning.
+# *One rate* is out of the question: its distance is many standard errors. The Poisson model is three
+# nats behind the best, not much more than the standard error of that. The predictive check saw its
+# fault more clearly. *Plot effects* seem to be ahead of the negative binomial by two standard errors,
+# but their row carries a warning.
 
 # %% [markdown]
 # ## A leave-one-out estimate that fails
@@ -326,10 +340,9 @@ for name in ("negative binomial", "plot effects"):
     print(f"{name}: k-hat above 0.7 for {bad} of {len(y)} plots")
 
 # %% [markdown]
-# The few of the negative binomial are just above, at counts that say much of $\omega$. The effects are
-# another matter. With an effect of its own each count informs one latent variable that nothing else
-# informs. Leave it out and that variable falls back to its prior, far from the draws. Its large
-# `p_loo` was a sign too.
+# With an effect of its own each count informs one latent variable that nothing else informs. Leave it
+# out and that variable falls back to its prior, far from the draws. The large `p_loo` of the effects
+# was a sign too.
 #
 # The remedy is to integrate the effect out, count by count, before reweighting what all counts share.
 # For guides with units this is one call:
@@ -344,11 +357,11 @@ error = difference.std() * len(y) ** 0.5
 print(f"difference:        {difference.sum():.2f} nats, standard error {error:.2f}")
 
 # %% tags=["remove-cell"]
-assert (by_units.khat < 0.7).all() and abs(difference.sum()) < 3 * error
+assert (by_units.khat < 0.7).all() and -error < difference.sum() < 0
 
 # %% [markdown]
-# Without the failing weights too the two models predict alike. Take the negative binomial, which is
-# smaller.
+# The lead is gone: without the failing weights the effects are behind by less than one standard
+# error. The two models predict alike. Take the negative binomial, which is smaller.
 #
 # How firm are these numbers? Draws are random. Scores of the same fits from three other sets of draws:
 
@@ -361,13 +374,14 @@ for name in ("Poisson", "negative binomial", "plot effects"):
 pd.DataFrame(rows, index=[f"draws {s}" for s in range(1, 4)]).T.round(2)
 
 # %% [markdown]
-# Where k-hats are small the noise is one or two tenths of a nat, and more draws make it less. In the
-# failing row it is larger, and the error is not only noise: all three are above what the integrated
-# estimate says. (For some of these draws `loo` also warns that the guide itself is doubtful. The joint
-# k-hat of its eighty variables lies near the bound.)
+# Three sets of draws differ by less than half a nat in each row, and more draws make that less. In the
+# last row the error is not only noise: all three are above what the integrated estimate says, by more
+# than they differ among themselves. More draws would not show that.
 
 # %% tags=["remove-cell"]
-assert min(rows["plot effects"]) > by_units.elpd
+assert all(max(row) - min(row) < 0.5 for row in rows.values())
+effects = rows["plot effects"]
+assert min(effects) - by_units.elpd > max(effects) - min(effects)
 
 # %% [markdown]
 # ## ELBO or elpd?
@@ -454,11 +468,11 @@ plt.show()
 slopes = {name: c[-1] / c[0] for name, c in curves.items()}
 assert slopes["omega ~ HalfNormal(0.05)"] < slopes["omega ~ HalfNormal(0.5)"] - 0.05
 for name, curve in curves.items():
-    assert np.allclose(curve[::2], refits[name], rtol=0.15), (name, curve, refits[name])
+    assert np.allclose(curve[::2], refits[name], rtol=0.04), (name, curve, refits[name])
 
 # %% [markdown]
-# Weights and refits agree near a power of 1, which is all that is asked of weights; at 0.5 they
-# begin to part. Under the wide prior the mean of $\omega$ hardly depends on the power. The narrow
+# Weights and refits agree, also at half and at twice the power, which is more than is asked of weights.
+# Under the wide prior the mean of $\omega$ hardly depends on the power. The narrow
 # one pulls it down the harder the more it counts. ArviZ turns the slopes at $\alpha = 1$ into
 # one number for each variable, for the prior and for the likelihood:
 
@@ -485,7 +499,7 @@ pd.DataFrame(rows).T.round(3)
 # - A predictive check asks whether the model is wrong; comparison asks which one predicts better.
 #   Here the check was the sharper tool.
 # - Read `elpd_diff` with `dse`, `warning` before `rank`, and `decision` before anything else.
-# - Effects of single data break PSIS-LOO. Integrate them out, by `loo_units` or by the sites of
+# - Effects of single observations break PSIS-LOO. Integrate them out, by `loo_units` or by the sites of
 #   [`AutoSites`](06_sites.ipynb); or leave out for real, by a refit.
 # - The ELBO is for guides, `elpd_loo` for models.
 # - Power-scaling is local. It tells whether a prior matters, not what a different prior would give.
