@@ -251,7 +251,7 @@ after.style.format("{:.1e}")
 # %% [markdown]
 # The optimum is where the sweeps of the fit above ended. These sweeps are there again, to rounding,
 # after a handful of steps. `NGVB`, which knows nothing of them, comes within a thousandth of a nat,
-# where the noise of its draws slows it. Adam's best rate is still a tenth of a nat away. The
+# where the noise of its draws slows it. Adam's best rate is still one or two tenths of a nat away. The
 # seconds depend on the machine. All three head for the same Gaussian.
 
 # %% [markdown]
