@@ -28,10 +28,12 @@ def flat_sites(model: Program, values: Values, args: Any, kwargs: Any) -> dict[s
     draws = [at_particle(s, values, None) for s in range(count)]
     for at in draws:
         names = _flat_at(model, at, names, args, kwargs) if names else []
-    for seed in range(PRIOR if names else 0):  # where a guide lies a sigmoid may be flat
-        with own_random_state(seed), torch.no_grad(), pyro.validation_enabled(False):
+    # where a guide lies a sigmoid may be flat, or the other sites so large that this is rounded away
+    for seed in range(2 * PRIOR if names else 0):
+        with own_random_state(seed % PRIOR), torch.no_grad(), pyro.validation_enabled(False):
             drawn = look(model, {}, args, kwargs)
-        at = draws[0] | {name: drawn[name]["value"] for name in names}
+        moved = names if seed < PRIOR else values.keys() & drawn.keys()
+        at = draws[0] | {name: drawn[name]["value"] for name in moved}
         names = _flat_at(model, at, names, args, kwargs) if names else []
     found = {}
     for name in names:

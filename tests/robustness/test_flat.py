@@ -115,3 +115,17 @@ def test_a_sigmoid_that_is_flat_where_a_guide_lies_is_seen() -> None:
             pyro.sample("y", dist.Bernoulli(logits=logits), obs=(logits > 0.0).to(y))
 
     assert flat_sites(separated, {"slope": torch.tensor([1e4, 2e4])}, (Y,), {}) == {}
+
+
+def test_a_site_that_is_rounded_away_beside_another_is_seen() -> None:
+    x = torch.linspace(-2.0, 2.0, 6, dtype=torch.float32)
+
+    def separated(y: Tensor) -> None:
+        a = pyro.sample("a", dist.Cauchy(0.0, 10.0))
+        b = pyro.sample("b", dist.Cauchy(0.0, 2.5))
+        with pyro.plate("data", 6):
+            pyro.sample("y", dist.Bernoulli(logits=a + b * x), obs=y)
+
+    values = {"a": torch.tensor([-5.0, 4.0]), "b": torch.tensor([1e14, -1e14])}
+    values = {name: v.float() for name, v in values.items()}
+    assert flat_sites(separated, values, (1.0 * (x > 0.1),), {}) == {}
