@@ -20,16 +20,20 @@ from torch import Tensor
 from ..linalg.host import own_random_state
 from ..losses import BatchedELBO
 from ..optim.host import NaturalGradientOptim, find_blocks
-from .gap import at_answer
+from .gap import HALF, Gap, GapMeter, Parts, at_answer
 
 #: the fall of losses, in sds of theirs, that is given up
 NOISY = 0.1
+#: steps before which a run is not said to stall, by looks
+STALLED = 100
 #: nats, and standard errors, by which a loss rises where sites of a block, which follow no gradient of
 #: it, drift away
 RISE, SURE = 1.0, 4.0
 #: seeds of a look with common noise, for a standard error, and particles of each at least; and steps
 #: between looks, in those of before
 SEEDS, PARTICLES, FURTHER = 8, 64, 1.25
+#: noise that confirms a rise, in that which showed it, and rises in those looked for that are cut
+MORE, HUGE = 4, 8.0
 
 
 def last_fall(losses: Sequence[float]) -> tuple[float, float]:
@@ -45,6 +49,14 @@ def is_flat(steps: int, fall: float, error: float) -> bool:
     takes some 3,000, or chance would end many a run that still falls."""
     sd = error * (steps / 8.0) ** 0.5  # of the difference of the means of two quarters
     return 2.0 * error + max(fall, 0.0) <= NOISY * sd
+
+
+def has_stalled(looks: Sequence[tuple[int, Gap]], steps: int, tol: float) -> bool:
+    """Whether the steps of the last three quarters have not halved a gap that stays above tol."""
+    since = [gap for k, gap in looks if 4 * k >= steps]
+    above = all(gap.curved and gap.nats - gap.error > tol for gap in since)
+    enough = steps >= STALLED and len(since) >= 4
+    return enough and above and since[0].nats < 2.0 * since[-1].nats
 
 
 class PairedFall:
@@ -100,6 +112,38 @@ class PairedFall:
         svi.guide.load_state_dict(now)
         self.looks, self.best = self.looks[-1:], None
         return False
+
+
+class BestLook:
+    """The look at which least was to gain, and what the guide held then; of natural gradients that know
+    no noise of data.
+
+    Where tails of the posterior are heavier than those of q, one draw in hundreds may be all that holds
+    q back, by a huge loss.  A step on it is shortened as an outlier, and q runs away, along a direction
+    in which wider is no different.  Gaps do not tell, of noise that misses such draws.
+    """
+
+    def __init__(self) -> None:
+        self.best: tuple[float, Parts] | None = None
+
+    def went_back(self, meter: GapMeter, gap: Gap) -> bool:
+        """Whether the loss is above that of the best look by more nats than there are latent variables,
+        as no noise of steps raises it, for sure; the guide holds what it held then."""
+        if self.best is not None and self._has_risen(meter, self.best[1]):
+            meter.hold(self.best[1])
+            return True
+        most = abs(gap.nats) + 2.0 * gap.error
+        if gap.curved and most < (self.best[0] if self.best else math.inf):
+            self.best = most, meter.params
+        return False
+
+    def _has_risen(self, meter: GapMeter, before: Parts) -> bool:
+        far = meter.far()
+        if not meter.rises(before).mean() > far:
+            return False
+        # huge ones are cut, which lowers the mean, for an error that can be told
+        rises = meter.rises(before, MORE * HALF).clamp_max(HUGE * far)
+        return bool(rises.mean() > max(far, SURE * float(rises.std()) / len(rises) ** 0.5))
 
 
 def trimmed_mean(x: Tensor) -> tuple[float, float]:

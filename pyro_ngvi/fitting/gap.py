@@ -33,6 +33,7 @@ from typing import Any
 
 import pyro
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ..families.base import Tensors, dot
@@ -127,7 +128,7 @@ class GapMeter:
                 self._noise = SharedNoise(pieces)
                 a = self._mean_gradient()
                 others += [self._local_gradient(_number(1, s)) for s in range(len(others), n)]
-                gap, x = self._solve(a, others, max(tol, self._far()) if whole else tol)
+                gap, x = self._solve(a, others, max(tol, self.far()) if whole else tol)
                 if is_asked():
                     return Gap(math.inf, math.inf, self._taken)
                 self._used = _number(1, n)
@@ -150,7 +151,7 @@ class GapMeter:
         A part t of x lowers the loss by t x'b - t^2 x' H x / 2, and x' H x = x'a.
         """
         gap, x, energy, n = self._way
-        if gap.is_above(self._far()) or not gap.nats > 2.0 * gap.error:
+        if gap.is_above(self.far()) or not gap.nats > 2.0 * gap.error:
             return False
         with self._at_answer():
             best, before = min(1.0, 2.0 * gap.nats / energy), self._mean_loss(n)
@@ -162,11 +163,26 @@ class GapMeter:
             self._hold(self.params)
         return False
 
+    def rises(self, before: Parts, n: int = HALF) -> Tensor:
+        """By how much the loss is above that of what the guide held ``before``, for ``n`` numbers of
+        noise that x knows nothing of."""
+        with self._at_answer():
+            now = self._losses(n)
+            self._hold(before)
+            found = now - self._losses(n)
+            self._hold(self.params)
+        return found
+
+    def hold(self, parts: Parts) -> None:
+        """Let the guide hold these."""
+        with self._at_answer():
+            self._hold(parts)
+
     @property
     def _taken(self) -> int:
         return self.count - self._before
 
-    def _far(self) -> float:
+    def far(self) -> float:
         """Nats from which natural gradients go the way: all latent variables are some sds off."""
         parts = zip(self.families, self.params, strict=True)
         return float(sum(family.dim(params) for family, params in parts))
@@ -182,8 +198,12 @@ class GapMeter:
     def _mean_loss(self, n: int) -> float:
         """Of the noise behind b."""
         self.count += n
+        return float(self._losses(n).mean())
+
+    def _losses(self, n: int) -> Tensor:
         with gradients_taken_back(self.blocks):
-            return sum(float(self._gradient(self._first + _number(1, s))) for s in range(n)) / n
+            found = [float(self._gradient(self._first + _number(1, s))) for s in range(n)]
+        return torch.tensor(found, dtype=torch.float64)
 
     def _solve(self, a: Parts, others: list[Parts], tol: float) -> tuple[Gap, Parts]:
         x, residual, direction = _times(0.0, a), a, self._natural(a)
@@ -196,6 +216,8 @@ class GapMeter:
                 break
             product = self._hessian_product(direction, a)
             curvature = _dot(direction, product)
+            if curvature == math.inf:  # beyond the dtype, as where log p is
+                return Gap(math.inf, math.inf, self._taken), x
             if not curvature > 0.0:
                 flat = self._is_flat(direction, curvature, others)
                 return Gap(gap.nats, gap.error, self._taken, curved=flat), x

@@ -24,7 +24,7 @@ from ..runtime.run import CannotBatch
 from ..runtime.store import traced_params
 from ..sites import CVI
 from .batches import Batches
-from .falls import PairedFall, is_flat, last_fall, still_to_fall
+from .falls import BestLook, PairedFall, has_stalled, is_flat, last_fall, still_to_fall
 from .gap import HALF, Gap, GapMeter
 from .twin import Twin, has_twin
 
@@ -37,8 +37,8 @@ ROWS, ROWS_EACH = 128, 2
 #: about how many gradients a look takes at most, until there were more steps than that; of Newton
 #: steps, in those of a look, and for a stalled run in those that it took
 MOST_GRADIENTS, NEWTON, POLISH = 80, 4, 3
-#: steps before which a run is not said to settle, by its losses, or to stall, by looks
-SETTLED, STALLED = 40, 100
+#: steps before which a run is not said to settle, by its losses
+SETTLED = 40
 
 
 class StopRule:
@@ -56,7 +56,7 @@ class StopRule:
     nothing of what a rate too small leaves to gain.
 
     It looks when losses have ceased to fall: after step 5, then after 10 to 25 % more, with as many
-    gradients as steps at most.  But for ``newton``, and a block that goes back, a run is as without it.
+    gradients as steps at most.  But for ``newton``, and a guide that goes back, a run is as without it.
 
     Not for: a loss that changes between steps (``kl_weight`` in a warm-up); posteriors with several
     modes, of which it sees the one at hand.  Whether the best of the family is near the posterior is
@@ -74,9 +74,10 @@ class StopRule:
     Attributes:
         reason: why to stop, or ``None``: "converged"; "settled"; "stalled" (three quarters of the steps
             have not halved a gap above ``tol``; or, where optimizer or noise hide that, the losses of a
-            quarter fell by at most a tenth of their own sd, by two standard errors; or that of a
-            block rose, by common noise, and the guide holds what was best again); "max_steps";
-            "max_time"; "diverged" (20 more steps were skipped, or had no finite loss, than since).
+            quarter fell by at most a tenth of their own sd, by two standard errors; or that of a block,
+            or of natural gradients on all data, rose far, by common noise, and the guide holds what was
+            best again); "max_steps"; "max_time"; "diverged" (20 more steps were skipped, or had no
+            finite loss, than since).
         gap: nats still to gain at the last look (:class:`~pyro_ngvi.fitting.Gap`), before a step of it;
             ``None``: no look.
         losses: what it has seen, and ``steps``, how many.
@@ -124,7 +125,7 @@ class StopRule:
         self.looks: list[tuple[int, Gap]] = []
         self.losses: list[float] = []
         self._lost, self._next, self._started = 0, FIRST, time.monotonic()
-        self._wide, self.newton, self._paired = None, newton, PairedFall()
+        self._wide, self._paired, self._best, self.newton = None, PairedFall(), BestLook(), newton
         self.limit(max_steps, max_time, tol)
 
     def limit(
@@ -201,10 +202,14 @@ class StopRule:
                 return "settled"
             return "stalled" if flat else None
         self._next = self.steps + max(self.steps // 4, meter.count // 4, 1)
+        if natural and meter.sees_all and self._best.went_back(meter, gap):
+            gap = self._descend(meter, 0, self.newton)
+            return "converged" if gap.is_below(self.tol) else "stalled"
         if gap.is_below(self.tol):
             return "converged"
         # of others, whose rates may be too small, and where noise leaves no curvature, losses tell
-        stalls = self._stalls() if natural and gap.curved else is_flat(self.steps, fall, error)
+        creeps = has_stalled(self.looks, self.steps, self.tol)
+        stalls = creeps if natural and gap.curved else is_flat(self.steps, fall, error)
         return "stalled" if stalls else None
 
     def _descend(self, meter: GapMeter, most: int, newton: bool, patient: bool = False) -> Gap:
@@ -226,13 +231,6 @@ class StopRule:
             if not moved:
                 meter.widen()
             patient = True
-
-    def _stalls(self) -> bool:
-        """Whether the steps of the last three quarters have not halved a gap that stays above tol."""
-        since = [gap for steps, gap in self.looks if 4 * steps >= self.steps]
-        above = all(gap.curved and gap.nats - gap.error > self.tol for gap in since)
-        enough = self.steps >= STALLED and len(since) >= 4
-        return enough and above and since[0].nats < 2.0 * since[-1].nats
 
     def polish(self, *args: Any, **kwargs: Any) -> bool:
         """Newton steps for a run that has stalled, at the arguments of a step: whether it "converged".
@@ -333,6 +331,7 @@ class StopRule:
             "lost": self._lost,
             "paired": self._paired.looks,
             "best": self._paired.best,
+            "best_look": self._best.best,
             "next": self._next,
             "seconds": time.monotonic() - self._started,
             "batches": None if self.batches is None else self.batches.state_dict(),
@@ -345,6 +344,7 @@ class StopRule:
         self.gap = self.looks[-1][1] if self.looks else None
         self._lost, self._next = state["lost"], state["next"]
         self._paired.looks, self._paired.best = list(state.get("paired", [])), state.get("best")
+        self._best.best = state.get("best_look")
         self._started = time.monotonic() - state["seconds"]
         if self.batches is not None and state["batches"] is not None:
             self.batches.load_state_dict(state["batches"])
