@@ -1,9 +1,9 @@
 """``fit(model, *args)`` with defaults against the gold standard of posteriordb, and what it said.
 
 For each posterior with a reference: the guide that ``fit`` took, processor seconds until the verdict is
-there, the largest error of a mean over all parameters, in reference sds, and of an sd, as a factor; and
-the verdict, which knows nothing of the reference.  "Take the intervals as they are" is wrong where a
-mean is off by more than 0.3 sds or an sd by more than 30 %.
+there, the largest error of a mean over all parameters, in reference sds, of an sd, as a factor, and of
+an end of a central 90 % interval, in sds; and the verdict, which knows nothing of the reference.  "Take
+the intervals as they are" is wrong where a mean is off by more than 0.3 sds or an sd by more than 30 %.
 
     git clone https://github.com/stan-dev/posteriordb
     python -m benchmarks.gold posteriordb
@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Set
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyro
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from torch import Tensor
 import pyro_ngvi as ngvi
 
 from ..reference_posteriors import MEAN, SD, errors
-from .database import Database
+from .database import ENDS, Database, Reference
 from .models import posterior
 
 DRAWS = 4000
@@ -38,6 +39,7 @@ class Row(NamedTuple):
     seconds: float
     mean: float
     sd: float
+    end: float
     decision: str
     verdict: str
 
@@ -54,6 +56,15 @@ def draws(fit: Any, names: Set[str]) -> dict[str, Tensor]:
     return {name: found[name].double() for name in names}
 
 
+def end_error(reference: Reference, draws: dict[str, Tensor]) -> float:
+    """The largest error of an end of a 90 % interval in reference sds; NaN where none is known."""
+    errors = []
+    for name, sd in reference.sd.items():
+        ends = zip(ENDS, (reference.low[name], reference.high[name]), strict=True)
+        errors += [np.abs(np.quantile(draws[name].numpy(), p, 0) - end) / sd for p, end in ends]
+    return float(np.max(np.concatenate([np.ravel(e) for e in errors])))
+
+
 def judged(name: str, database: Database, guide: Any, seed: int) -> Row:
     model, args = posterior(name, database.data(name))
     pyro.clear_param_store()
@@ -62,13 +73,15 @@ def judged(name: str, database: Database, guide: Any, seed: int) -> Row:
     verdict = fit.verdict
     seconds = time.process_time() - began
     reference = database.reference(name)
-    found = errors(reference, draws(fit, reference.mean.keys()))
+    drawn = draws(fit, reference.mean.keys())
+    found = errors(reference, drawn)
     return Row(
         name,
         type(fit.guide).__name__,
         fit.steps,
         seconds,
         *found,
+        end_error(reference, drawn),
         verdict.decision,
         verdict.verdict,
     )
@@ -89,8 +102,10 @@ def main() -> None:
     warnings.simplefilter("ignore")
     database = Database(options.database)
     rows = []
-    print("posterior | guide | steps | seconds | mean off, sds | sd off, factor | verdict")
-    print("---|---|---|---|---|---|---")
+    print(
+        "posterior | guide | steps | seconds | mean off, sds | sd off, factor | end off, sds | verdict"
+    )
+    print("---|---|---|---|---|---|---|---")
     for name in database.names():
         if options.only and not any(part in name for part in options.only):
             continue
@@ -103,7 +118,7 @@ def main() -> None:
         wrong = " (WRONG)" * (row.decision == "intervals" and not row.good)
         print(
             f"{name} | {row.guide} | {row.steps} | {row.seconds:.1f} | {row.mean:.2f} | {row.sd:.2f} | "
-            f"{row.verdict}{wrong}",
+            f"{row.end:.2f} | {row.verdict}{wrong}",
             flush=True,
         )
     tally = Counter((row.decision, row.good) for row in rows)

@@ -13,14 +13,20 @@ from typing import Any
 
 import numpy as np
 
+#: probabilities below the ends of a 90 % interval
+ENDS = 0.05, 0.95
+
 
 @dataclass(frozen=True)
 class Reference:
-    """Means and sds (*shape) of each parameter, and how far the reference means may be off."""
+    """Means and sds (*shape) of each parameter, how far the reference means may be off, and the ends of
+    90 % intervals, 5 and 95 % of the draws; NaN where the moments are known alone."""
 
     mean: dict[str, np.ndarray]
     sd: dict[str, np.ndarray]
     error: dict[str, np.ndarray]
+    low: dict[str, np.ndarray]
+    high: dict[str, np.ndarray]
 
 
 class Database:
@@ -53,17 +59,20 @@ class Database:
         try:
             with zipfile.ZipFile(self._draws(reference)) as file:
                 chains = json.loads(file.read(file.namelist()[0]))
-            sd = {key: np.std([chain[key] for chain in chains]) for key in chains[0]}
+            draws = {key: np.concatenate([chain[key] for chain in chains]) for key in chains[0]}
+            sd = {key: x.std() for key, x in draws.items()}
+            low, high = ({k: np.quantile(x, p) for k, x in draws.items()} for p in ENDS)
         except FileNotFoundError:
             second = self._moment(reference, "mean_squared_value")
             sd = {key: np.sqrt(second[key][0] - mean**2) for key, (mean, _) in first.items()}
+            low = high = dict.fromkeys(first, np.nan)
         mean, error = ({key: x[i] for key, x in first.items()} for i in (0, 1))
 
         def of_shape(values: dict[str, Any]) -> dict[str, np.ndarray]:
             each = {p: [v for k, v in values.items() if k.split("[")[0] == p] for p in dims}
             return {p: np.squeeze(np.array(x)) for p, x in each.items()}
 
-        return Reference(of_shape(mean), of_shape(sd), of_shape(error))
+        return Reference(*map(of_shape, (mean, sd, error, low, high)))
 
     def _draws(self, reference: str) -> Path:
         return self.path / f"reference_posteriors/draws/draws/{reference}.json.zip"
