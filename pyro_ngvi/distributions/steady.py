@@ -66,8 +66,13 @@ class Steady(TorchDistribution):
         return self.base_dist.mean + (n / (n - 1)) ** 0.5 * (z - mean)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        at_fixed = self.base_dist.log_prob(value.detach())
-        return self.base_dist.log_prob(value) - (at_fixed - at_fixed.detach())
+        log_prob, at_fixed = self.base_dist.log_prob(value), self.base_dist.log_prob(value.detach())
+        if log_prob.requires_grad and not value.requires_grad:
+            raise ValueError(
+                "The loss takes log q at fixed values, as ReweightedWakeSleep does, where steady draws "
+                "have no gradient. Give the optimizer steady=False: IFVB(guide, steady=False)."
+            )
+        return log_prob - (at_fixed - at_fixed.detach())
 
     @property
     def support(self) -> Any:

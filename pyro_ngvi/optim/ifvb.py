@@ -183,25 +183,13 @@ class IFVB(NaturalGradientOptim):
         with own_random_state():
             rest.find(ours)
         self._rest_known = True
-        own = rest.natural_params()
-        if own:
-            self._refuse_no_gradient(own)
+        if rest.natural_params():
             self._adopt(REST, rest)
         elif not ours:
             raise ValueError(
                 f"{type(self).__name__}: log q of the guide depends on no parameter, so it has no "
                 f"scores (AutoDelta and guides that detach their parameters are of this kind). Train "
                 f"it by pyro.optim.Adam."
-            )
-
-    def _refuse_no_gradient(self, own: Mapping[str, Tensor]) -> None:
-        """Refuse a loss whose gradient is the score, which steady draws have not; at the first step."""
-        grads = [p.grad for p in own.values() if p.grad is not None]
-        if self._steady and grads and not any(bool(g.any()) for g in grads):
-            raise ValueError(
-                f"{type(self).__name__}: the gradient of the loss is zero in all parameters of the "
-                f"guide. Losses that take log q at fixed values (ReweightedWakeSleep) need "
-                f"{type(self).__name__}(guide, steady=False)."
             )
 
     def _draw(self, path: str, block: Any, values: Tensors, n: int) -> Tensor:
