@@ -258,6 +258,10 @@ class KHat:
         if self.decision == "unclear":
             return f"Not clear ({figures}): {self.doubt}."
         if self.decision == "intervals":
+            if self.khat > self.threshold:
+                figures = (
+                    f"{draws} draws, worth {self.ess:.0f}: k-hat {self.khat:.2f} says nothing here"
+                )
             return f"Take the intervals as they are: {self.moves()} ({figures}; {BOUNDS})."
         if self.decision == "resample":
             return (

@@ -108,7 +108,8 @@ def judge(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> KHat:
         replaced = tuple(name for block in blocks for name in block.replaced_priors)
         found = _with_modes(found, blocks, draws)
         # a guide that is far from all modes has mirror images that are as far
-        near = found.ess > 0.0 and not found.tail_is_too_heavy and not found.other_modes
+        near = found.reliable or (found.ess > 0.0 and not found.tail_is_too_heavy)
+        near = near and not found.other_modes
         if near and fitted.batches is None and not fitted.whole:
             if words := mirrored(fitted, draws, batch_size):
                 found = replace(found, modes=found.modes + 1, mirrored=words)

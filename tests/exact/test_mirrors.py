@@ -75,6 +75,17 @@ def product() -> None:
         pyro.sample("y", dist.Normal(s * z[torch.arange(60) % 15], 0.5), obs=GROUPS)
 
 
+def test_few_larger_weights_among_equal_ones_hide_no_mode() -> None:
+    def model() -> None:
+        two = dist.Normal(torch.tensor([5.0, -5.0]), 1.0)
+        z: Any = pyro.sample("z", dist.MixtureSameFamily(dist.Categorical(torch.ones(2)), two))
+        pyro.factor("few", 2.0 * (z.abs() - 7.75).clamp(min=0.0))
+
+    found = ngvi.khat(model, lambda: pyro.sample("z", dist.Normal(5.0, 1.0)), seed=0)
+    assert found.khat > 1.0 and found.reliable
+    assert "with the signs of 'z' turned and 50% of the mass" in found.mirrored
+
+
 def test_signs_of_two_sites_together() -> None:
     words = told(fitted(product, AutoNormal(product), max_steps=150))
     assert "the signs of 's', 'z' turned and 50% of the mass" in words
