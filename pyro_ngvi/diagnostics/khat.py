@@ -258,10 +258,7 @@ class KHat:
         if self.decision == "unclear":
             return f"Not clear ({figures}): {self.doubt}."
         if self.decision == "intervals":
-            if self.khat > self.threshold:
-                figures = (
-                    f"{draws} draws, worth {self.ess:.0f}: k-hat {self.khat:.2f} says nothing here"
-                )
+            figures += ", where it says nothing" * (self.khat > self.threshold)
             return f"Take the intervals as they are: {self.moves()} ({figures}; {BOUNDS})."
         if self.decision == "resample":
             return (
