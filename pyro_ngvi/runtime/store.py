@@ -18,7 +18,7 @@ import torch
 from pyro.nn import PyroModule
 from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
-from torch.distributions import constraints, transform_to
+from torch.distributions import constraints
 
 # a store's file then loads with weights_only=True: our parameters have no other constraint
 torch.serialization.add_safe_globals([type(constraints.real)])
@@ -250,16 +250,13 @@ def leaf_of(value: Any) -> Tensor:
 
 
 def held(name: str, own: Tensor, constraint: Any) -> Tensor:
-    """The unconstrained parameter that Pyro's store holds by this name from here on: ``own``, or under
-    a constraint a new one with about its value.  Another module's by this name stays what it was."""
+    """``own``, the unconstrained parameter that Pyro's store holds by this name from here on.  Another
+    module's by this name stays what it was."""
     store: Any = pyro.get_param_store()
-    if name in store and leaf_of(store[name]) is own:
-        return own
-    if name in store:
+    if name in store and leaf_of(store[name]) is not own:
         del store[name]
-    value, learns = transform_to(constraint)(own), own.requires_grad
-    leaf = leaf_of(store.setdefault(name, value if value is own else value.detach(), constraint))
-    return leaf.requires_grad_(learns)
+    store.set_state({"params": {name: own}, "constraints": {name: constraint}})
+    return own
 
 
 def traced_params(seen: Any) -> list[Any]:

@@ -771,6 +771,27 @@ def test_limits_count_from_here() -> None:
     assert fit.why_stopped == "max_time"
 
 
+@pytest.mark.filterwarnings("ignore:NGVB leaves")
+def test_a_fit_goes_on_as_if_the_store_had_not_been_cleared(tmp_path: Path) -> None:
+    """Its parameters come back as the tensors by which optimizers know them."""
+
+    def model(y: Tensor) -> None:
+        m = pyro.sample("m", dist.Normal(torch.zeros(()), 1.0))
+        s = pyro.param("s", torch.tensor(2.0), constraint=dist.constraints.positive)
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(m, s), obs=y)
+
+    losses = []
+    for clears in (False, True):
+        pyro.clear_param_store()
+        fit = ngvi.fit(model, A[:, 0], seed=0, max_steps=5, tol=0.0, progress=False)
+        if clears:
+            pyro.clear_param_store()
+            fit.save(tmp_path / "fit.pt")
+        losses.append(fit.resume(max_steps=5, progress=False).losses.tolist())
+    assert losses[0] == losses[1]
+
+
 @pytest.mark.parametrize(
     "guide", ["AutoFullRankNormal", "AutoCouplingFlow", "AutoNormal", "AutoSites"]
 )
