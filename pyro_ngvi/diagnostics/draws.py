@@ -134,6 +134,11 @@ class Fitted:
             raise ValueError(
                 f"The model is an {kind}, a guide: give the model first, then the guide."
             )
+        if not callable(guide):
+            raise TypeError(
+                f"{type(guide).__name__} is no guide. Of a fit give fit.guide, or read the fit itself, "
+                f"which has khat, verdict, summary, to_arviz and loo."
+            )
         self.model, self.guide = partial(model, *args, **kwargs), partial(guide, *args, **kwargs)
         self.whole: Any = model if hasattr(model, "over_ranks") else None
         with torch.no_grad():

@@ -26,12 +26,14 @@ def summary(data: Any, **kwargs: Any) -> Any:
     usable", these are hints.
 
     Args:
-        data: what :func:`pyro_ngvi.to_arviz` returned.
+        data: what :func:`pyro_ngvi.to_arviz` returned, or a :class:`~pyro_ngvi.fitting.Fit`.
         kwargs: of ``arviz.summary``; with ``fmt="xarray"`` there are no columns, and no line.
 
     Raises:
         ValueError: when ``kind`` is not ``"stats"``, the default, nor begins so.
     """
+    if hasattr(data, "idata"):
+        return data.summary(**kwargs)
     table = arviz_compat.summary(data, **kwargs)
     attrs = getattr(data, "attrs", {})
     verdict = attrs.get("verdict")

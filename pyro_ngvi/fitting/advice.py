@@ -34,6 +34,7 @@ from ..runtime.store import ModuleParams, OwnName, claim_name, rename
 from ..sites import SitesELBO
 from ..sites.site_guide import SiteGuide, find_sites
 from .checkpoint import bare, called
+from .door import naming_arguments
 
 #: where the classes stand that have names
 GUIDES, OPTIMS = (guides, hierarchy, metric, sites, autoguide), (optim, sites)
@@ -44,6 +45,10 @@ LOOKALIKES = ("pyro.optim.", "torch.optim")
 FULL_RANK, FACTOR = 1_000, 100_000
 #: latent variables from which a Cholesky factor, of d^2 / 2 noisy entries, gets as many particles
 MANY = 32
+ADAM = (
+    "optim= is an optimizer or a function of the guide that gives one: for Adam pass "
+    "pyro.optim.Adam({'lr': 0.01})."
+)
 #: priors that :class:`~pyro_ngvi.AutoSites` alone follows to new inputs
 PROCESSES = GaussianProcess, GaussianStateSpace
 
@@ -56,7 +61,8 @@ class Structure:
         self.model, self.args, self.kwargs = model, args, kwargs
         # a draw of the prior may give the data a density that is not valid
         with poutine.block(), ModuleParams(), pyro.validation_enabled(False):
-            found = look(model, {}, args, kwargs)
+            with naming_arguments(model, args, kwargs):
+                found = look(model, {}, args, kwargs)
         latents = [s for s in found.values() if is_latent(s) and not is_marked(s)]
         latents = [s for s in latents if not s["fn"].support.is_discrete]
         self.sizes = {
@@ -198,10 +204,7 @@ def advise(
     elif not isinstance(rule, PyroOptim) and (
         not callable(rule) or str(getattr(rule, "__module__", "")).startswith(LOOKALIKES)
     ):
-        raise ValueError(
-            "optim= is an optimizer or a function of the guide that gives one: for Adam pass "
-            "pyro.optim.Adam({'lr': 0.01})."
-        )
+        raise ValueError(ADAM)
     if loss is None:
 
         def dim() -> int:
@@ -233,6 +236,8 @@ def _named(what: str, name: str, places: tuple[Any, ...], of: type) -> Any:
     known = {n: getattr(p, n) for p in reversed(places) for n in p.__all__}
     known = {n: x for n, x in known.items() if isinstance(x, type) and issubclass(x, of)}
     if name not in known:
+        if (what, name.lower()) == ("optim", "adam"):
+            raise ValueError(ADAM)
         near = get_close_matches(name, known, n=5, cutoff=0.0)
         auto = ": that is for fit, which tries several" * (f"{what}={name}" == "guide=auto")
         raise ValueError(f"There is no {what} called {name!r}{auto}. Near are {', '.join(near)}.")

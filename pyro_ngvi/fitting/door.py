@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from pyro.infer import RenyiELBO, Trace_ELBO, TraceGraph_ELBO, TraceTMC_ELBO
+from torch import Tensor
 
 from ..diagnostics import diagnose, khat, loo, predict, to_arviz
+from ..runtime.checks import tensor_of
 from ..runtime.density import Sites
 from ..runtime.pyro_adapter import is_marked
 from ..runtime.run import look
@@ -24,6 +26,9 @@ MEANT = {
     "num_steps": "max_steps= bounds the run, which ends by itself",
     "num_iterations": "max_steps= bounds the run, which ends by itself",
     "n": "max_steps= bounds the run, which ends by itself",
+    "steps": "max_steps= bounds the run, which ends by itself",
+    "epochs": "max_steps= bounds the run, which ends by itself",
+    "time_limit": "max_time= bounds the run, in seconds",
     "batch_size": "minibatches come from a DataLoader, data=loader",
     "lr": "there is no rate to choose; for Adam pass optim=pyro.optim.Adam({'lr': 0.01})",
     "optimizer": "it is called optim=",
@@ -65,6 +70,34 @@ def check_names(model: Any, kwargs: Mapping[str, Any]) -> None:
                 f"{name!r}, an argument of the model, is also an option of {reader.__name__}, which "
                 f"reads a fit. Pass functools.partial(model, {name}=...) as the model."
             )
+
+
+@contextmanager
+def naming_arguments(
+    model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[None]:
+    """Within it errors have a note on arguments of the model that torch does not mix with others."""
+    try:
+        yield
+    except (TypeError, RuntimeError, ValueError, AttributeError) as error:
+        named: Mapping[str, Any] = {f"args[{i}]": x for i, x in enumerate(args)} | {**kwargs}
+        with suppress(TypeError, ValueError):  # what has no signature
+            named = inspect.signature(model).bind(*args, **kwargs).arguments
+        for name, x in named.items():
+            dtype, wanted = getattr(x, "dtype", None), torch.get_default_dtype()
+            kind = f"is of type {type(x).__name__}"
+            if isinstance(x, Tensor):
+                if dtype in (wanted, torch.bool) or "type" not in str(error):
+                    continue
+                kind = f"is of {dtype}, and the default is {wanted}"
+            elif not hasattr(x, "__array__"):
+                continue
+            note = (
+                f"The argument {name!r} of the model {kind}. For numbers pass {tensor_of(name, x)}."
+            )
+            if note not in getattr(error, "__notes__", ()):
+                error.add_note(note)
+        raise
 
 
 def check_batch(model: Any, batch: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

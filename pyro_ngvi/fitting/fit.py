@@ -30,7 +30,15 @@ from ..runtime.store import ModuleParams
 from .advice import Advice, Structure, advise
 from .batches import Batches
 from .checkpoint import called, collect, restore, write
-from .door import check_batch, check_guide_of, check_names, check_sums, is_true, take_guide
+from .door import (
+    check_batch,
+    check_guide_of,
+    check_names,
+    check_sums,
+    is_true,
+    naming_arguments,
+    take_guide,
+)
 from .kept import Kept
 from .ladder import climb
 from .progress import Progress, signals
@@ -336,9 +344,10 @@ def fit(
         path = checkpoint if best is None else None
         return made.resume(max_time=max_time, checkpoint=path, **how)
 
-    if not by_ladder:
-        return one(guide, max_time)
-    best = climb(Structure(model, first, kwargs), one, max_time)
+    with naming_arguments(model, first, kwargs):
+        if not by_ladder:
+            return one(guide, max_time)
+        best = climb(Structure(model, first, kwargs), one, max_time)
     if checkpoint is not None:
         best.save(checkpoint)
     return best

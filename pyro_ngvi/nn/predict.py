@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..diagnostics.draws import guide_draws, random_state
-from ..runtime.checks import check_data
+from ..runtime.checks import check_data, tensor_of
 from ..runtime.density import Sites, check_guide_of_this_model, check_model, innermost
 from ..runtime.model_density import map_draws
 from ..runtime.run import look
@@ -134,6 +134,8 @@ def _batches(x: Any, y: Tensor | None, batch_size: int) -> Iterator[tuple[Any, T
             batch = tuple(t[part] for t in inputs)
             yield batch if isinstance(x, tuple) else batch[0], None if y is None else y[part]
         return
+    if hasattr(x, "__array__"):
+        raise TypeError(f"x is of type {type(x).__name__}: pass {tensor_of('x', x)}.")
     if y is not None:
         raise ValueError(
             "x is an iterable of batches, so y has to come with them, as pairs (x, y)."

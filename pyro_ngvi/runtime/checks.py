@@ -299,3 +299,10 @@ def moved(before: list[Any], now: list[Any], ask: Any = host_bool) -> bool:
             if not torch.isclose(a.double(), b.double(), rtol=1e3 * eps, atol=0.0).all():
                 return True
     return False
+
+
+def tensor_of(name: str, x: Any) -> str:
+    """The call that makes a tensor of numbers of an array, or of a table."""
+    # a copy of a table's values, which may not be written to
+    call = f"tensor({name}.to_numpy()" if hasattr(x, "to_numpy") else f"as_tensor({name}"
+    return f"torch.{call}, dtype=torch.get_default_dtype())"

@@ -86,6 +86,7 @@ FILLED = {
     ),
     "BatchedELBO(...)": "BatchedELBO(8)",
     "IFVB(guide)": "IFVB(normal)",
+    "IFVB(guide, steady=False)": "IFVB(normal, steady=False)",
     "IFVB(averaging=True)": "IFVB(normal, averaging=True)",
     'pyro.sample("{}", dist.Uniform(-math.pi, math.pi))': (
         'pyro.sample("angle", dist.Uniform(-math.pi, math.pi))'

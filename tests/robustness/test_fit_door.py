@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any, cast
 
 import numpy as np
+import pandas as pd
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -63,6 +64,8 @@ def test_an_argument_that_a_reader_would_take_for_an_option(name: str) -> None:
     ("name", "told"),
     [
         ("num_steps", "max_steps= bounds the run"),
+        ("steps", "max_steps= bounds the run"),
+        ("time_limit", "max_time= bounds the run"),
         ("batch_size", "data=loader"),
         ("lr", "there is no rate to choose"),
         ("optimizer", "it is called optim="),
@@ -76,6 +79,71 @@ def test_names_that_other_libraries_have_for_an_option(name: str, told: str) -> 
         ngvi.fit(model, Y, **given, **HOW)
     with pytest.raises(TypeError, match=f"no option '{name}'"):
         fitted().resume(Y, progress=False, **given)
+
+
+@pytest.mark.parametrize("name", ["Adam", "adam"])
+def test_adam_by_name_is_told_how_it_is_passed(name: str) -> None:
+    with pytest.raises(ValueError, match=r"for Adam pass pyro.optim.Adam\("):
+        ngvi.fit(model, Y, optim=name, **HOW)
+
+
+def line(x: Any, y: Any) -> None:
+    w = pyro.sample("w", dist.Normal(torch.zeros(1), 1.0).to_event(1))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+
+
+X, ONES = Y[:, None].double(), torch.ones(12).double()
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "named"),
+    [
+        (X.numpy(), ONES.numpy(), "x y"),
+        (pd.DataFrame(X.numpy()), ONES, "x"),
+        (X, ONES.numpy(), "y"),
+        (X.float(), ONES, "x"),
+        (X, ONES.long(), "y"),
+    ],
+)
+@pytest.mark.parametrize("given", [False, True])
+def test_what_torch_does_not_mix_is_named(x: Any, y: Any, named: str, given: bool) -> None:
+    how: Any = {**HOW, "guide": "AutoNormal"} if given else HOW
+    raised = TypeError, RuntimeError, ValueError
+    with pytest.raises(raised) as caught:
+        ngvi.fit(line, x, y, **how)
+    notes = [n for n in getattr(caught.value, "__notes__", ()) if n.startswith("The argument")]
+    assert [note.split("'")[1] for note in notes] == named.split()
+    fixed = {"x": x, "y": y}
+    for name in named.split():
+        call = notes.pop(0).partition(" pass ")[2].rstrip(".")
+        fixed[name] = eval(call, {"torch": torch, **fixed})
+    assert ngvi.fit(line, fixed["x"], fixed["y"], **how).steps == 5
+
+
+def test_a_model_that_fails_by_itself_has_no_note() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        ngvi.fit(line, X.expand(12, 3), ONES.long(), **HOW)
+    assert not hasattr(caught.value, "__notes__")
+
+
+def test_predict_of_networks_takes_tensors() -> None:
+    net = ngvi.nn.bayesianize(torch.nn.Linear(1, 1).double(), "normal", num_data=12, noise=0.5)
+    guide = ngvi.AutoMeanFieldNormal(net)
+    guide(X, ONES)
+    for x in (X.numpy(), pd.DataFrame(X.numpy())):
+        with pytest.raises(TypeError, match=r"x is of type .*pass torch\.(as_)?tensor\(x"):
+            ngvi.nn.predict(net, guide, x, ONES)
+
+
+@pytest.mark.parametrize("reader", [ngvi.khat, ngvi.diagnose, ngvi.to_arviz, ngvi.diagnostics.loo])
+def test_a_fit_is_no_guide(reader: Any) -> None:
+    with pytest.raises(TypeError, match=r"Fit is no guide. Of a fit give fit.guide"):
+        reader(model, fitted(), Y)
+
+
+def test_the_summary_of_a_fit_is_its_own() -> None:
+    assert str(ngvi.summary(fitted())) == str(fitted().summary())
 
 
 def test_a_name_that_is_elsewhere_says_where() -> None:
