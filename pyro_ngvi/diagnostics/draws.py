@@ -17,6 +17,7 @@ from pyro.util import get_rng_state, set_rng_state
 from torch import Tensor
 from torch.distributions import constraints
 
+from ..hierarchy import ExactUnits
 from ..linalg.host import is_coarse
 from ..runtime.checks import LatentSupports, check_data
 from ..runtime.density import (
@@ -247,8 +248,13 @@ def guide_draws(
         terms = {name: site_log_prob(site) for name, site in sites.items()}
         return _of_guide(sites), density_of(sites, terms)
 
-    at_once = getattr(guide.func, "draws_at_once", num_samples)
-    return map_draws(guide, drawn, {}, num_samples, batch_size=at_once)
+    if not isinstance(guide.func, ExactUnits):
+        return map_draws(guide, drawn, {}, num_samples, batch_size=num_samples)
+    # units given globals, for many draws at once
+    values, (log_q, squares) = guide_draws(partial(guide.func.globals), num_samples)
+    units, of_units = guide.func.collapsed.drawn_in_pieces(values)
+    rounded = torch.finfo(of_units.dtype).eps * of_units.double().nan_to_num(0.0, 0.0, 0.0)
+    return values | units, (log_q + of_units.double().sum(-1), squares + rounded.square().sum(-1))
 
 
 def _of_guide(sites: Sites) -> dict[str, Tensor]:

@@ -166,9 +166,10 @@ def _one(
     left_out, k, found = without(log_l, log_ratio, power)
     if math.isnan(left_out):
         return left_out, left_out, k, False, False
-    large = k > found.threshold
-    own = khat_from_log_weights(-power * log_l)
-    by_guide = large and own.khat <= own.threshold and own.khat < tail
+    large = by_guide = k > found.threshold
+    if large:
+        own = khat_from_log_weights(-power * log_l)
+        by_guide = own.khat <= own.threshold and own.khat < tail
     return left_out, log_sum_exp(log_l + log_weights), k, large, by_guide
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributions import biject_to
 
+from ..hierarchy import ExactUnits
 from ..linalg.host import own_random_state
 from ..optim.host import find_blocks
 from ..runtime.density import LatentLayout, Sites, site_log_prob, to_unconstrained
@@ -89,7 +90,7 @@ def judge(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> KHat:
         more = may_draw_more(fitted, draws)
         found, own = weighed(fitted, draws), draws.weights
         # units that are drawn by quadrature cost too much for that
-        summed = hasattr(fitted.guide.func, "draws_at_once")
+        summed = isinstance(fitted.guide.func, ExactUnits)
         cheap = MORE * fitted.seconds <= PATIENCE and not summed
         doubtful = found.doubtful and not (summed and found.ess >= EVEN * len(draws.log_q))
         if more and fitted.batches is None and (doubtful or (found.unsure and cheap)):

@@ -49,6 +49,8 @@ HALF = 8
 #: steps of conjugate gradients, at most, and the share that is left of the squared residual
 CG_STEPS, RESIDUAL = 20, 1e-6
 
+#: share of the tolerance for which no step is taken: no mean is off by more than .01 sd for .05 nats
+HARDLY = 1e-3
 #: negative curvature, in units of F, that is taken for none, and such as no q has
 FLAT, FAR = 0.1, 100.0
 
@@ -102,6 +104,7 @@ class GapMeter:
         self.params: Parts = []
         self.count = self._before = 0  # gradients so far, and before this look
         self._first = self._used = 0
+        self._losses: dict[int, Any] = {}  # by number of the gradient that has found it
 
     def resolves(self) -> bool:
         """Whether the shift of a Hessian product is more than a step between numbers of the dtype."""
@@ -144,17 +147,22 @@ class GapMeter:
                     return gap
                 pieces, n = 2 * pieces, 2 * n
 
-    def newton_step(self) -> bool:
+    def newton_step(self, tol: float) -> bool:
         """Move what the guide holds by the part of x in equation (2) that is best by b, or less of it;
-        whether the mean loss over the noise behind b, of which x knows nothing, falls so.
+        whether the mean loss over the noise behind b, of which x knows nothing, falls so.  Nothing
+        moves where a thousandth of ``tol`` is not to be gained.
 
         A part t of x lowers the loss by t x'b - t^2 x' H x / 2, and x' H x = x'a.
         """
         gap, x, energy, n = self._way
         if gap.is_above(self.far()) or not gap.nats > 2.0 * gap.error:
             return False
+        if gap.is_below(HARDLY * tol):
+            return False
         with self._at_answer():
-            best, before = min(1.0, 2.0 * gap.nats / energy), self._mean_loss(n)
+            best, self.count = min(1.0, 2.0 * gap.nats / energy), self.count + n
+            # known since b was taken, though counted here
+            before = sum(float(self._losses[_number(1, s)]) for s in range(n)) / n
             for part in (best, 0.5 * best, 0.25 * best):
                 parts = zip(self.families, self.params, x, strict=True)
                 self._hold([f.retract(p, u, -part) for f, p, u in parts])
@@ -262,7 +270,7 @@ class GapMeter:
         self.count += 1
         found = []
         with gradients_taken_back(self.blocks):
-            self._gradient(self._first + s)
+            self._losses[s] = self._gradient(self._first + s)
             for block, params in zip(self.blocks, self.params, strict=True):
                 held = block.natural_params()
                 grads = {

@@ -224,7 +224,7 @@ class StopRule:
             self.looks.append((self.steps, gap))
             if not newton:
                 return gap
-            moved = meter.newton_step()
+            moved = meter.newton_step(self.tol)
             enough = gap.is_below(self.tol) or meter.count >= most
             if enough or not (moved or patient) or self._late():
                 return gap

@@ -35,6 +35,7 @@ from ..runtime.run import Minibatches, look, run_plainly
 from .conditional import Conditionals
 from .guide import AutoHierarchical
 from .marginal import (
+    AT_ONCE,
     MOST_SEARCHED,
     at_globals,
     found_beyond,
@@ -46,8 +47,9 @@ from .marginal import (
 )
 from .runs import Drawn, Given, Held, Values
 
-#: degrees of freedom of proposals, and how many there are for a unit of k latent variables: so many + k
-DEGREES, PROPOSALS = 5.0, 4
+#: degrees of freedom of proposals; how many there are for a unit of k latent variables, so many + k;
+#: and at how many times the draws of the globals, as these are one point and quadrature splits its own
+DEGREES, PROPOSALS, WIDER = 5.0, 4, 16
 #: variance that is added to theirs, in those of q(u_i | v)
 NARROWEST = 1.0 / 16.0
 #: draws of the globals at which the quadrature is tried, and nats of error of which a warning tells;
@@ -55,8 +57,6 @@ NARROWEST = 1.0 / 16.0
 TRIED, NOTICED, NOISE = 8, 0.1, 0.5
 #: standard errors from which a unit is known to have more mass than the quadrature finds
 SURE = 4.0
-#: latent variables of units at all points and draws at once: with some data for each they fit in caches
-AT_ONCE = 1 << 18
 
 
 def collapse(
@@ -154,21 +154,18 @@ class Collapsed:
         self._shapes = {name: value.shape for name, value in start.items()}
         frames = (frame for name in self._shapes for frame in nodes[name]["cond_indep_stack"])
         self._seen = {*self._shapes, *(frame.name for frame in frames)}
-        k = self.units.width
         self.point_count, total = point_count(self.units, points)
-        count = self.point_count
         #: how many draws of the globals bound the memory
-        self.at_once = max(1, AT_ONCE // max(1, total * self.units.size * k))
+        self.at_once = max(1, AT_ONCE // max(1, total * self.units.size * self.units.width))
         with own_random_state(0), torch.no_grad():
             given, q = guide._at_draws(args, kwargs, TRIED, learning=True)
             self.call = given.call
-            counts = count, count + max(2, count // 4)
+            counts = self.point_count, self.point_count + max(2, self.point_count // 4)
             few, more = (integrated(self.units, given, q, n).log_marginals for n in counts)
         self._tried_at = given, q, few
         #: nats by which a quarter more points change log p(y | v), at draws of q(v)
         change = few.sum(-1) - more.sum(-1)
-        block = self.units.is_block
-        if block:  # the same at all draws of v it would change no posterior
+        if block := self.units.is_block:  # the same at all draws of v it would change no posterior
             change = change - change.mean()
         self.error = float(change.abs().amax().nan_to_num(torch.inf))
         self.is_rough = self.error > (NOISE if block else NOTICED)
@@ -261,10 +258,11 @@ class Collapsed:
             absent = absent.to(silent.device) & silent
         return torch.cat(found), absent
 
-    def _pieces(self, values: Values) -> Iterator[Values]:
-        """Of so many draws of the globals as bound the memory."""
-        for start in range(0, len(next(iter(values.values()))), self.at_once):
-            yield {n: values[n][start : start + self.at_once] for n in self._shapes}
+    def _pieces(self, values: Values, more: int = 1) -> Iterator[Values]:
+        """Of so many draws of the globals as bound the memory, or ``more`` times as many."""
+        size = more * self.at_once
+        for start in range(0, len(next(iter(values.values()))), size):
+            yield {n: values[n][start : start + size] for n in self._shapes}
 
     def _given(self, values: Values) -> tuple[Given, Conditionals]:
         given = self.units.given(self.call, values)
@@ -276,9 +274,15 @@ class Collapsed:
         Args:
             values: (S, ...) by name, such as the ``get_samples()`` of Pyro's ``MCMC``.
         """
-        with torch.no_grad():
-            found = [self.drawn(piece).values for piece in self._pieces(values)]
-        return {name: torch.cat([x[name] for x in found]) for name in self.units.names}
+        return self.drawn_in_pieces(values)[0]
+
+    @torch.no_grad()
+    def drawn_in_pieces(self, values: Values) -> tuple[dict[str, Tensor], Tensor]:
+        """Units (S, ...) by site given S draws of the globals, and log p(u_i | y_i, v) (S, units)."""
+        more = 1 if self.units.is_block else WIDER
+        found = [self.drawn(piece) for piece in self._pieces(values, more)]
+        units = {name: torch.cat([x.values[name] for x in found]) for name in self.units.names}
+        return units, torch.cat([x.log_q for x in found])
 
     def drawn(self, values: Values) -> Drawn:
         """Units given S draws of the globals, and log p(u_i | y_i, v) as their ``log_q``."""
@@ -326,8 +330,8 @@ class ExactUnits:
     judged: Any = None
 
     def __init__(self, collapsed: Collapsed, globals: Callable[[], Any] | None = None) -> None:
-        self.collapsed, self.draws_at_once = collapsed, collapsed.at_once
-        call, self.removals = collapsed.call, collapsed.guide.sites.removals
+        self.collapsed, call = collapsed, collapsed.call
+        self.removals = collapsed.guide.sites.removals
         self.globals: Any = globals or partial(collapsed.guide.globals, *call.args, **call.kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:

@@ -40,6 +40,8 @@ from .units import Units
 ORDERS, SOBOL, BLOCK = {1: 20, 2: 7, 3: 5}, 512, 16
 #: points a latent variable for which NumPy finds their places
 MOST = 200
+#: latent variables of units at all points and draws at once: with some data for each they fit in caches
+AT_ONCE = 1 << 18
 #: Newton's steps of a block at each draw of the globals
 NEWTON = 3
 #: points of wide tails and of q each that look for what the quadrature misses, and latent variables of
@@ -111,7 +113,7 @@ def integrated(
     total = torch.full_like(q.white[..., 0], -torch.inf)
     mean, square = torch.zeros_like(q.white), torch.zeros_like(q.root)
     every = _points(units, point_count(units, points)[0], q.white)
-    rows = max(1, MOST_NUMBERS // max(1, S * B * k))
+    rows = max(1, AT_ONCE // max(1, S * B * k))
     for x, w in zip(every.x.split(rows), every.weights.split(rows), strict=True):
         noise = x[:, None, None].expand(-1, S, B, -1)
         white = q.drawn(noise)
