@@ -162,29 +162,32 @@ def moved_by_weights(
     args: Any,
     kwargs: Any,
     draws: int,
-    collapsed: Collapsed | None = None,
+    known: Collapsed | ExactUnits | None = None,
 ) -> tuple[dict[str, Moved], dict[str, Moved], tuple[ExactUnits, KHat]] | None:
     """By how much a trained guide is off, with its units integrated out, from so many draws of r, or
     more where these leave it open or refuse, with the guide that has r and its weights; ``None`` where
     quadrature or weights are not to be relied on."""
     start = thread_time()
     try:
-        collapsed = collapsed or Collapsed(guide, args, kwargs, None)
-        if collapsed.is_rough:
-            return None
-        better = refined(collapsed, draws)
+        if isinstance(known, ExactUnits):
+            better = known
+        else:
+            collapsed = known or Collapsed(guide, args, kwargs, None)
+            if collapsed.is_rough:
+                return None
+            better = refined(collapsed, draws)
         fitted = Fitted(model, better, args, kwargs)
         exact = fitted.draw(draws, None).without_nan()
     except (ValueError, CannotBatch):  # data of several units, a likelihood without vmap
         return None
     better.judged = weights = exact.weights
     more = MORE if draws < MORE else MOST_DRAWS
-    how = model, guide, args, kwargs, more, better.collapsed  # with as many points
+    how = model, guide, args, kwargs, more
     patient = draws < more and more / draws * (thread_time() - start) <= PATIENCE
     if not can_weigh(weights):
         light = more == MORE or more * sum(x[0].numel() for x in exact.values.values()) <= NUMBERS
         again = patient and light and weights.khat <= 1.0
-        return moved_by_weights(*how) if again else None
+        return moved_by_weights(*how, better.collapsed) if again else None
     of_all = pyro.poutine.Trace()  # the guide's own prototype may be of a minibatch of units
     for name in fitted.latent:
         of_all.add_node(name, **fitted.sites[name])
@@ -202,7 +205,7 @@ def moved_by_weights(
     each = [m for part in found for m in part.values()]
     undecided = not all(m.is_good or m.is_off for m in each)
     if more == MORE and undecided and patient:
-        return moved_by_weights(*how) or (*found, (better, weights))
+        return moved_by_weights(*how, better) or (*found, (better, weights))
     return *found, (better, weights)
 
 

@@ -113,6 +113,18 @@ def test_pieces_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_array_equal(found.pareto_k, whole.pareto_k)
 
 
+def test_good_data_have_one_k_hat_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, guide = [], guide_of(0.0, 1.0)
+
+    def counted(log_weights: Any) -> Any:
+        calls.append(len(log_weights))
+        return khat_from_log_weights(log_weights)
+
+    monkeypatch.setattr(sys.modules[loo.__module__], "khat_from_log_weights", counted)
+    loo(crossed, guide, DATA, num_samples=400, seed=0)
+    assert calls == [400] * DATA.numel()
+
+
 def test_a_verdict_that_is_known_is_not_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     guide = guide_of(0.3, 1.2)
     known, expected = khat(crossed, guide, DATA, seed=0), loo(crossed, guide, DATA, seed=0)

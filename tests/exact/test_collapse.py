@@ -2,7 +2,7 @@
 
 import math
 import sys
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pyro
@@ -15,7 +15,10 @@ from pyro.infer.autoguide import AutoNormal
 from torch import Tensor
 
 import pyro_ngvi as ngvi
-from pyro_ngvi.diagnostics import Corrected, ModelDensity, corrected
+from pyro_ngvi.diagnostics import Corrected, ModelDensity, corrected, correction
+from pyro_ngvi.diagnostics.draws import Fitted, guide_draws, random_state
+from pyro_ngvi.diagnostics.moved import Moved
+from pyro_ngvi.hierarchy.collapsed import Collapsed
 from pyro_ngvi.hierarchy.marginal import found_beyond, integrated
 from tests.covering import covering
 
@@ -411,3 +414,45 @@ def test_corrected_draws_take_the_points_that_a_long_tail_needs() -> None:
         v = {"mu": torch.tensor([mu]).double(), "sd": torch.tensor([sd]).double()}
         found = exact.collapsed.log_marginals(v)[0]
         assert abs(float((found - wanted).sum())) < error
+
+
+SUCCESSES = torch.tensor([0.0, 1.0, 0.0, 0.0, 2.0, 0.0]).double()
+
+
+def test_corrected_draws_have_the_weights_of_their_globals_in_large_pieces(monkeypatch) -> None:
+    exact, pieces = corrected(fitted(few_successes, SUCCESSES), SUCCESSES), []
+    model, drawn = exact.collapsed, Collapsed.drawn
+    of_both = Fitted(few_successes, exact, (SUCCESSES,), {})
+    model.at_once = 3
+
+    def counted(self: Any, values: Any) -> Any:
+        pieces.append(len(values["sd"]))
+        return drawn(self, values)
+
+    monkeypatch.setattr(Collapsed, "drawn", counted)
+    with random_state(1):
+        draws = of_both.draw(100, None)
+    assert pieces == [48, 48, 4]
+    with random_state(1):
+        values, (log_r, _) = guide_draws(partial(exact.globals), 100)
+    assert all(torch.equal(x, draws.values[name]) for name, x in values.items())
+    log_p = correction.log_density(model, model.layout, model.layout.pack(values))
+    wanted = log_p - log_r
+    assert torch.allclose(draws.log_joint - draws.log_q, wanted, rtol=0.0, atol=1e-9)
+
+
+def test_more_draws_are_of_the_same_proposal(monkeypatch: pytest.MonkeyPatch) -> None:
+    guide, refined, seen = fitted(few_successes, SUCCESSES), correction.refined, []
+    monkeypatch.setattr(Moved, "is_good", False)
+    monkeypatch.setattr(Moved, "is_off", False)
+    monkeypatch.setattr(correction, "PATIENCE", float("inf"))
+
+    def counted(*how: Any) -> Any:
+        seen.append(refined(*how))
+        return seen[-1]
+
+    monkeypatch.setattr(correction, "refined", counted)
+    with random_state(0):
+        found = correction.moved_by_weights(few_successes, guide, (SUCCESSES,), {}, 400)
+    assert found is not None and [found[2][0]] == seen
+    assert len(found[2][1].log_weights) == correction.MORE

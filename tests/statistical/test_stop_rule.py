@@ -456,6 +456,25 @@ def test_a_gap_below_tol_is_taken_twice_where_its_solution_overfits(monkeypatch)
     assert meter(0.05, 80).is_below(0.05) and seen == [8, 8, 16]
 
 
+def test_a_newton_step_takes_no_loss_that_is_known_and_none_where_nothing_is_to_gain():
+    pyro.set_rng_seed(0)
+    guide: Any = ngvi.AutoFullRankNormal(gaussian, init=None)
+    guide()
+    loss, seen = ngvi.BatchedELBO(32), list[int]()
+
+    def gradient(s):
+        seen.append(s)
+        with torch.random.fork_rng():
+            torch.manual_seed(s)
+            return loss.loss_and_grads(gaussian, guide)
+
+    meter = GapMeter([guide], gradient)
+    gap = meter(0.05, 80, whole=True)
+    seen.clear()
+    assert not meter.newton_step(1e5 * gap.nats) and not seen
+    assert meter.newton_step(0.05) and len(seen) == meter.fewest
+
+
 def test_looks_may_go_where_natural_gradients_creep():
     """A five-hundredth of F along the longest axis: a step of Newton's is exact for a Gaussian."""
     correlation = torch.full((5, 5), 0.998, dtype=torch.float64).fill_diagonal_(1.0)
