@@ -131,15 +131,12 @@ class Fitted:
         if not batches:
             need_all_data(model)
         if isinstance(model, AutoGuide):
-            kind = type(model).__name__
             raise ValueError(
-                f"The model is an {kind}, a guide: give the model first, then the guide."
+                f"The model is an {type(model).__name__}, a guide: give the model first, then it."
             )
         if not callable(guide):
-            raise TypeError(
-                f"{type(guide).__name__} is no guide. Of a fit give fit.guide, or read the fit itself, "
-                f"which has khat, verdict, summary, to_arviz and loo."
-            )
+            what = f"{type(guide).__name__} is no guide. Of a fit give fit.guide, or read the fit itself"
+            raise TypeError(f"{what}, which has khat, verdict, summary, to_arviz and loo.")
         self.model, self.guide = partial(model, *args, **kwargs), partial(guide, *args, **kwargs)
         self.whole: Any = model if hasattr(model, "over_ranks") else None
         with torch.no_grad():
@@ -245,8 +242,7 @@ def guide_draws(
         raise ValueError(f"{type(guide.func).__name__} has never been called. Train it first.")
 
     def drawn(sites: Sites) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor]]:
-        terms = {name: site_log_prob(site) for name, site in sites.items()}
-        return _of_guide(sites), density_of(sites, terms)
+        return _of_guide(sites), density_of(sites, {n: site_log_prob(s) for n, s in sites.items()})
 
     if not isinstance(guide.func, ExactUnits):
         return map_draws(guide, drawn, {}, num_samples, batch_size=num_samples)

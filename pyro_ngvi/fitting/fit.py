@@ -98,9 +98,7 @@ class Fit(Result):
         self.compile = compile
         self._saved: dict[str, Any] | None = None
         self._path: Any = None
-        self._kept = Kept()
-        #: whether no step has seen the arguments of now
-        self._unseen = True
+        self._kept, self._unseen = Kept(), True  # whether no step has seen the arguments of now
 
     @torch.inference_mode(False)
     def resume(
@@ -136,9 +134,7 @@ class Fit(Result):
         stop = self.stop
         stop.limit(max_steps, max_time, tol)
         if checkpoint is not None and not Path(checkpoint).parent.is_dir():
-            raise ValueError(
-                f"checkpoint={str(checkpoint)!r}: there is no such folder. Make it first."
-            )
+            raise ValueError(f"checkpoint={str(checkpoint)!r}: there is no such folder. Make it.")
         callbacks, saved, self._shows = list(callbacks), time.monotonic(), progress
         is_first = self.distributed is None or rank() == 0
         if checkpoint is not None and self.is_spread and hasattr(self.svi.guide, "holds_sites"):

@@ -104,7 +104,7 @@ class GapMeter:
         self.params: Parts = []
         self.count = self._before = 0  # gradients so far, and before this look
         self._first = self._used = 0
-        self._losses: dict[int, Any] = {}  # by number of the gradient that has found it
+        self._known: dict[int, Any] = {}  # losses, by number of the gradient that has found it
 
     def resolves(self) -> bool:
         """Whether the shift of a Hessian product is more than a step between numbers of the dtype."""
@@ -155,18 +155,17 @@ class GapMeter:
         A part t of x lowers the loss by t x'b - t^2 x' H x / 2, and x' H x = x'a.
         """
         gap, x, energy, n = self._way
-        if gap.is_above(self.far()) or not gap.nats > 2.0 * gap.error:
-            return False
-        if gap.is_below(HARDLY * tol):
+        if gap.is_above(self.far()) or gap.is_below(HARDLY * tol) or gap.nats <= 2.0 * gap.error:
             return False
         with self._at_answer():
             best, self.count = min(1.0, 2.0 * gap.nats / energy), self.count + n
             # known since b was taken, though counted here
-            before = sum(float(self._losses[_number(1, s)]) for s in range(n)) / n
+            before = sum(float(self._known[_number(1, s)]) for s in range(n)) / n
             for part in (best, 0.5 * best, 0.25 * best):
                 parts = zip(self.families, self.params, x, strict=True)
                 self._hold([f.retract(p, u, -part) for f, p, u in parts])
-                if self._mean_loss(n) < before:
+                self.count += n
+                if float(self._losses(n).mean()) < before:
                     return True
             self._hold(self.params)
         return False
@@ -203,12 +202,8 @@ class GapMeter:
                 found.append(self._local_gradient(_number(0, s)))
         return _mean(found)
 
-    def _mean_loss(self, n: int) -> float:
-        """Of the noise behind b."""
-        self.count += n
-        return float(self._losses(n).mean())
-
     def _losses(self, n: int) -> Tensor:
+        """For n numbers of the noise behind b."""
         with gradients_taken_back(self.blocks):
             found = [float(self._gradient(self._first + _number(1, s))) for s in range(n)]
         return torch.tensor(found, dtype=torch.float64)
@@ -270,7 +265,7 @@ class GapMeter:
         self.count += 1
         found = []
         with gradients_taken_back(self.blocks):
-            self._losses[s] = self._gradient(self._first + s)
+            self._known[s] = self._gradient(self._first + s)
             for block, params in zip(self.blocks, self.params, strict=True):
                 held = block.natural_params()
                 grads = {
