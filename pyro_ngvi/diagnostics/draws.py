@@ -135,7 +135,7 @@ class Fitted:
                 f"The model is an {type(model).__name__}, a guide: give the model first, then it."
             )
         if not callable(guide):
-            what = f"{type(guide).__name__} is no guide. Of a fit give fit.guide, or read the fit itself"
+            what = f"{type(guide).__name__} is no guide. Of a fit give fit.guide, or read the fit"
             raise TypeError(f"{what}, which has khat, verdict, summary, to_arviz and loo.")
         self.model, self.guide = partial(model, *args, **kwargs), partial(guide, *args, **kwargs)
         self.whole: Any = model if hasattr(model, "over_ranks") else None
