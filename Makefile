@@ -5,7 +5,7 @@ STAMP := .venv/.installed
 DOCS_STAMP := .venv/.installed-docs
 BENCH_STAMP := .venv/.installed-bench
 WHEEL_STAMP := .venv-wheel/.torch
-LATEST_STAMP := .venv-latest/.torch
+ARVIZ1_STAMP := .venv-arviz1/.torch
 # Python compiles what it imports on first use: pip would compile all there is, on one core, half of its time.
 PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check --no-compile -c constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
@@ -15,7 +15,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 LATEST_INSTALL := .venv-latest/bin/pip install --disable-pip-version-check --upgrade --upgrade-strategy eager
 PYTEST := OMP_NUM_THREADS=1 MPLBACKEND=Agg $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: quickstart test test-slow test-latest lint tutorials docs package package-latest elsewhere bench clean
+.PHONY: quickstart test test-slow test-latest lint tutorials docs package package-arviz1 elsewhere bench clean
 
 quickstart: $(STAMP)
 	MPLBACKEND=Agg $(BIN)/python docs/quickstart.py $(QUICKSTART)
@@ -27,7 +27,8 @@ test-slow: $(STAMP)
 	$(PYTEST) -m slow
 
 # The newest releases that pip gives, in an environment of their own; ArviZ 1.x needs PYTHON to be 3.12 or newer.
-test-latest: $(LATEST_STAMP)
+test-latest:
+	$(PYTHON) -m venv .venv-latest
 	$(LATEST_INSTALL) torch --index-url $(TORCH_INDEX) --timeout 15 --retries 1 || $(LATEST_INSTALL) torch
 	$(LATEST_INSTALL) -e ".[test]"
 	$(PYTEST:$(BIN)/%=.venv-latest/bin/%)
@@ -52,12 +53,13 @@ package: $(STAMP) $(WHEEL_STAMP)
 	$(PIP_INSTALL:.venv/%=.venv-wheel/%) --quiet dist/*.whl scikit-learn matplotlib
 	MPLBACKEND=Agg .venv-wheel/bin/python docs/run_installed.py
 
-# The same wheel with ArviZ 1.x, which needs PYTHON to be 3.12 or newer, and the tests of the one file that knows ArviZ.
-package-latest: $(LATEST_STAMP)
-	.venv-latest/bin/pip install --disable-pip-version-check --no-compile --quiet dist/*.whl 'arviz>=1,<2' scikit-learn matplotlib pytest
-	MPLBACKEND=Agg .venv-latest/bin/python docs/run_installed.py
-	.venv-latest/bin/python -c "import arviz, sys; print('Python', sys.version.split()[0], 'ArviZ', arviz.__version__)"
-	.venv-latest/bin/pytest -p no:cacheprovider -o addopts= tests/contract/test_arviz_compat.py
+# The wheel of `make package` with ArviZ 1.x, which needs PYTHON to be 3.12 or newer, and the tests of the file that knows ArviZ.
+package-arviz1: $(ARVIZ1_STAMP)
+	rm $(ARVIZ1_STAMP)
+	.venv-arviz1/bin/pip install --disable-pip-version-check --no-compile --quiet dist/*.whl 'arviz>=1,<2' scikit-learn matplotlib pytest
+	MPLBACKEND=Agg .venv-arviz1/bin/python docs/run_installed.py
+	.venv-arviz1/bin/python -c "import arviz, sys; print('Python', sys.version.split()[0], 'ArviZ', arviz.__version__)"
+	.venv-arviz1/bin/pytest -p no:cacheprovider -o addopts= tests/contract/test_arviz_compat.py
 
 # What the docs show of NumPyro, PyMC, Stan and Lightning, run beside ours in an environment of its own.
 ELSEWHERE := .venv-elsewhere
@@ -102,11 +104,11 @@ $(WHEEL_STAMP):
 
 # PyPI's Linux build of torch comes with 5 GB of CUDA libraries, without which it cannot be imported even where there is no
 # GPU. torch's own index has builds without CUDA; PyPI is the second choice, for machines that cannot reach that index.
-$(LATEST_STAMP): LATEST := .venv-latest/bin/pip install --disable-pip-version-check --no-compile --quiet torch==2.13.0
-$(LATEST_STAMP):
-	rm -rf .venv-latest
-	$(PYTHON) -m venv .venv-latest
-	$(LATEST) --index-url $(TORCH_INDEX) --timeout 15 --retries 1 || $(LATEST)
+$(ARVIZ1_STAMP): TORCH := .venv-arviz1/bin/pip install --disable-pip-version-check --no-compile --quiet torch==2.13.0
+$(ARVIZ1_STAMP):
+	rm -rf .venv-arviz1
+	$(PYTHON) -m venv .venv-arviz1
+	$(TORCH) --index-url $(TORCH_INDEX) --timeout 15 --retries 1 || $(TORCH)
 	touch $@
 
 $(DOCS_STAMP): $(STAMP)
@@ -118,5 +120,5 @@ $(BENCH_STAMP): $(STAMP)
 	touch $@
 
 clean:
-	rm -rf .venv .venv-latest .venv-wheel .venv-elsewhere dist build .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-arviz1 .venv-latest .venv-wheel .venv-elsewhere dist build .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

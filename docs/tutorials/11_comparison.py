@@ -246,10 +246,10 @@ for name in ("negative binomial", "plot effects"):
 
 # %% [markdown]
 # `AutoHierarchical` suits the effects, whose scale is unknown ([tutorial 07](07_hierarchies.ipynb)).
-# Its guide alone is not to be taken as it is: it gets the tail of $\sigma$ near zero wrong. But `fit` has
-# integrated the effects out and found weights that correct the draws, so that the intervals may be
-# taken as they are. All that we read of this fit below is corrected, but for the ELBO, and where we
-# hand over `fit.guide`. The fit of the negative binomial is corrected too, and would not need it.
+# Its guide alone is not to be taken as it is: it gets the tail of $\sigma$ near zero wrong. But
+# `fit` has integrated the effects out and found weights that correct the draws, so that the intervals
+# may be taken as they are. All that we read of this fit below is corrected, but for the ELBO, and
+# where we hand over `fit.guide`. The fit of the negative binomial is corrected too, and would not need it.
 #
 # A
 # check of the effects model asks for *new* plots: their effects come from the prior given

@@ -186,8 +186,8 @@ def moved_by_weights(
     patient = draws < more and more / draws * (thread_time() - start) <= PATIENCE
     if not can_weigh(weights):
         light = more == MORE or more * sum(x[0].numel() for x in exact.values.values()) <= NUMBERS
-        again = patient and light and weights.khat <= 1.0
-        return moved_by_weights(*how, better.collapsed) if again else None
+        worth = patient and light and weights.khat <= 1.0
+        return moved_by_weights(*how, better.collapsed) if worth else None
     of_all = pyro.poutine.Trace()  # the guide's own prototype may be of a minibatch of units
     for name in fitted.latent:
         of_all.add_node(name, **fitted.sites[name])
@@ -205,7 +205,9 @@ def moved_by_weights(
     each = [m for part in found for m in part.values()]
     undecided = not all(m.is_good or m.is_off for m in each)
     if more == MORE and undecided and patient:
-        return moved_by_weights(*how, better) or (*found, (better, weights))
+        if again := moved_by_weights(*how, better):
+            return again
+        better.judged = weights  # not those that could not be relied on
     return *found, (better, weights)
 
 
@@ -244,7 +246,7 @@ def log_density(model: Collapsed, layout: LatentLayout, theta: Tensor) -> Tensor
     """log p(v, y) of constrained v at unconstrained points (S, d), (S,), in float64."""
     # far out parameters leave their support, and covariances are singular
     with pyro.validation_enabled(False), NaNWhereSingular():
-        trace = batched_trace(model, layout.unpack(theta), chunk_size=model.at_once)
+        trace = batched_trace(model, layout.unpack(theta), chunk_size=max(1, int(model.room)))
     return trace.log_joint().double().nan_to_num(-torch.inf)
 
 

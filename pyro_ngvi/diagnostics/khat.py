@@ -258,7 +258,7 @@ class KHat:
         if self.decision == "unclear":
             return f"Not clear ({figures}): {self.doubt}."
         if self.decision == "intervals":
-            figures += ", where it says nothing" * (self.khat > self.threshold)
+            figures += ", where k-hat says nothing" * (self.khat > self.threshold)
             return f"Take the intervals as they are: {self.moves()} ({figures}; {BOUNDS})."
         if self.decision == "resample":
             return (

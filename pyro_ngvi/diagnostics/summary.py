@@ -32,7 +32,7 @@ def summary(data: Any, **kwargs: Any) -> Any:
     Raises:
         ValueError: when ``kind`` is not ``"stats"``, the default, nor begins so.
     """
-    if hasattr(data, "idata"):
+    if hasattr(type(data), "idata"):
         return data.summary(**kwargs)
     table = arviz_compat.summary(data, **kwargs)
     attrs = getattr(data, "attrs", {})

@@ -72,6 +72,11 @@ def check_names(model: Any, kwargs: Mapping[str, Any]) -> None:
             )
 
 
+#: what takes any arguments, and what PyTorch says where it does not mix two
+ANY = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+DTYPES = "dtype", "scalar type", "result type"
+
+
 @contextmanager
 def naming_arguments(
     model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -82,12 +87,14 @@ def naming_arguments(
     except (TypeError, RuntimeError, ValueError, AttributeError) as error:
         named: Mapping[str, Any] = {f"args[{i}]": x for i, x in enumerate(args)} | {**kwargs}
         with suppress(TypeError, ValueError):  # what has no signature
-            named = inspect.signature(model).bind(*args, **kwargs).arguments
+            takes = inspect.signature(getattr(model, "forward", model))
+            if not any(p.kind in ANY for p in takes.parameters.values()):
+                named = takes.bind(*args, **kwargs).arguments
         for name, x in named.items():
             dtype, wanted = getattr(x, "dtype", None), torch.get_default_dtype()
             kind = f"is of type {type(x).__name__}"
             if isinstance(x, Tensor):
-                if dtype in (wanted, torch.bool) or "type" not in str(error):
+                if dtype in (wanted, torch.bool) or not any(w in str(error) for w in DTYPES):
                     continue
                 kind = f"is of {dtype}, and the default is {wanted}"
             elif not hasattr(x, "__array__"):

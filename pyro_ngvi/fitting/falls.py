@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..guides.deadline import is_asked
 from ..linalg.host import own_random_state
 from ..losses import BatchedELBO
 from ..optim.host import NaturalGradientOptim, find_blocks
@@ -129,7 +130,7 @@ class BestLook:
     def went_back(self, meter: GapMeter, gap: Gap) -> bool:
         """Whether the loss is above that of the best look by more nats than there are latent variables,
         as no noise of steps raises it, for sure; the guide holds what it held then."""
-        if self.best is not None and self._has_risen(meter, self.best[1]):
+        if self.best is not None and not is_asked() and self._has_risen(meter, self.best[1]):
             meter.hold(self.best[1])
             return True
         most = abs(gap.nats) + 2.0 * gap.error

@@ -127,8 +127,9 @@ class Fit(Result):
             check_names(self.model, kwargs)
             self.args, self.kwargs = args, kwargs
         if data is not None:
-            self.batches = Batches(data)
-            self.stop.batches = Batches(data)
+            self.batches, self.stop.batches = Batches(data), Batches(data)
+        if self._unseen or data is not None:
+            self.stop.best.best = None  # of other data, perhaps
         take_guide(self.svi.guide, self._kept.mark)
         self.put_back()
         stop = self.stop

@@ -178,7 +178,8 @@ class GapMeter:
             self._hold(before)
             found = now - self._losses(n)
             self._hold(self.params)
-        return found
+        self.count += 2 * n
+        return found.nan_to_num(math.inf, math.inf, -math.inf)
 
     def hold(self, parts: Parts) -> None:
         """Let the guide hold these."""

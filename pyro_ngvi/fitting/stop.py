@@ -74,10 +74,10 @@ class StopRule:
     Attributes:
         reason: why to stop, or ``None``: "converged"; "settled"; "stalled" (three quarters of the steps
             have not halved a gap above ``tol``; or, where optimizer or noise hide that, the losses of a
-            quarter fell by at most a tenth of their own sd, by two standard errors; or that of a block,
-            or of natural gradients on all data, rose far, by common noise, and the guide holds what was
-            best again); "max_steps"; "max_time"; "diverged" (20 more steps were skipped, or had no
-            finite loss, than since).
+            quarter fell by at most a tenth of their own sd, by two standard errors; or the loss of a
+            block rose, or that of natural gradients on all data by more nats than latent variables, and
+            the guide holds what was best); "max_steps"; "max_time"; "diverged" (20 more steps were
+            skipped, or had no finite loss, than since).
         gap: nats still to gain at the last look (:class:`~pyro_ngvi.fitting.Gap`), before a step of it;
             ``None``: no look.
         losses: what it has seen, and ``steps``, how many.
@@ -125,7 +125,7 @@ class StopRule:
         self.looks: list[tuple[int, Gap]] = []
         self.losses: list[float] = []
         self._lost, self._next, self._started = 0, FIRST, time.monotonic()
-        self._wide, self._paired, self._best, self.newton = None, PairedFall(), BestLook(), newton
+        self._wide, self._paired, self.best, self.newton = None, PairedFall(), BestLook(), newton
         self.limit(max_steps, max_time, tol)
 
     def limit(
@@ -201,10 +201,10 @@ class StopRule:
             if enough and fall + error <= self.tol and error <= 0.5 * self.tol:
                 return "settled"
             return "stalled" if flat else None
-        self._next = self.steps + max(self.steps // 4, meter.count // 4, 1)
-        if natural and meter.sees_all and self._best.went_back(meter, gap):
+        if natural and meter.sees_all and self.best.went_back(meter, gap):
             gap = self._descend(meter, 0, self.newton)
             return "converged" if gap.is_below(self.tol) else "stalled"
+        self._next = self.steps + max(self.steps // 4, meter.count // 4, 1)
         if gap.is_below(self.tol):
             return "converged"
         # of others, whose rates may be too small, and where noise leaves no curvature, losses tell
@@ -331,7 +331,7 @@ class StopRule:
             "lost": self._lost,
             "paired": self._paired.looks,
             "best": self._paired.best,
-            "best_look": self._best.best,
+            "best_look": self.best.best,
             "next": self._next,
             "seconds": time.monotonic() - self._started,
             "batches": None if self.batches is None else self.batches.state_dict(),
@@ -344,7 +344,7 @@ class StopRule:
         self.gap = self.looks[-1][1] if self.looks else None
         self._lost, self._next = state["lost"], state["next"]
         self._paired.looks, self._paired.best = list(state.get("paired", [])), state.get("best")
-        self._best.best = state.get("best_look")
+        self.best.best = state.get("best_look")
         self._started = time.monotonic() - state["seconds"]
         if self.batches is not None and state["batches"] is not None:
             self.batches.load_state_dict(state["batches"])

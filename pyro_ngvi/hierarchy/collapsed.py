@@ -155,8 +155,9 @@ class Collapsed:
         frames = (frame for name in self._shapes for frame in nodes[name]["cond_indep_stack"])
         self._seen = {*self._shapes, *(frame.name for frame in frames)}
         self.point_count, total = point_count(self.units, points)
-        #: how many draws of the globals bound the memory
-        self.at_once = max(1, AT_ONCE // max(1, total * self.units.size * self.units.width))
+        #: how many draws of the globals bound the memory, one at least
+        self.room = AT_ONCE / max(1, total * self.units.size * self.units.width)
+        self._removals = guide.sites.removals
         with own_random_state(0), torch.no_grad():
             given, q = guide._at_draws(args, kwargs, TRIED, learning=True)
             self.call = given.call
@@ -260,7 +261,7 @@ class Collapsed:
 
     def _pieces(self, values: Values, more: int = 1) -> Iterator[Values]:
         """Of so many draws of the globals as bound the memory, or ``more`` times as many."""
-        size = more * self.at_once
+        size = max(1, int(more * self.room))
         for start in range(0, len(next(iter(values.values()))), size):
             yield {n: values[n][start : start + size] for n in self._shapes}
 
@@ -286,7 +287,13 @@ class Collapsed:
 
     def drawn(self, values: Values) -> Drawn:
         """Units given S draws of the globals, and log p(u_i | y_i, v) as their ``log_q``."""
-        units, (given, q) = self.units, self._given(values)
+        units = self.units
+        if self.guide.sites.removals != self._removals:
+            raise ValueError(
+                f"These corrected draws are of {units.size} {units.called}, of which guide.remove has "
+                f"taken some since. Fit anew, or predict by the guide alone."
+            )
+        given, q = self._given(values)
         k, found = units.width, integrated(units, given, q, self.points)
         # rounding, and points that are too coarse for a narrow posterior, leave no spread
         least = NARROWEST * torch.eye(k, dtype=q.white.dtype, device=q.white.device)
@@ -322,29 +329,22 @@ class ExactUnits:
     Args:
         collapsed: the model of the globals.
         globals: a guide of it; q(v) of the hierarchical guide where not given.
-
-    Attributes:
-        judged: weights of many draws, where a verdict has looked at these.
     """
 
+    #: weights of many draws, where a verdict has looked at these
     judged: Any = None
 
     def __init__(self, collapsed: Collapsed, globals: Callable[[], Any] | None = None) -> None:
         self.collapsed, call = collapsed, collapsed.call
-        self.removals = collapsed.guide.sites.removals
         self.globals: Any = globals or partial(collapsed.guide.globals, *call.args, **call.kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Draw all latent sites: a dict of values by name."""
-        guide, call, units = self.collapsed.guide, self.collapsed.call, self.collapsed.units
-        if guide.sites.removals != self.removals:
-            raise ValueError(
-                f"These corrected draws are of {units.size} {units.called}, of which guide.remove has "
-                f"taken some since. Fit anew, or predict by the guide alone."
-            )
+        guide, call = self.collapsed.guide, self.collapsed.call
         values = dict(self.globals())
         drawn = self.collapsed.drawn({n: x.unsqueeze(0) for n, x in values.items()})
         with poutine.block():
             guide._create_plates(*call.args, **call.kwargs)
-        nodes = guide.prototype_trace.nodes
-        return values | self.collapsed.units.sample(drawn, nodes, guide.plates)
+        return values | self.collapsed.units.sample(
+            drawn, guide.prototype_trace.nodes, guide.plates
+        )

@@ -1,6 +1,6 @@
 """The ArviZ shim under whichever ArviZ is installed: CI runs this file under 0.x and under 1.x.
 
-The shim is loaded by its path, because ``pyro_ngvi`` imports torch, which the 1.x leg has not.
+The shim is loaded by its path: it needs neither torch nor Pyro.
 """
 
 import importlib.util

@@ -423,7 +423,7 @@ def test_corrected_draws_have_the_weights_of_their_globals_in_large_pieces(monke
     exact, pieces = corrected(fitted(few_successes, SUCCESSES), SUCCESSES), []
     model, drawn = exact.collapsed, Collapsed.drawn
     of_both = Fitted(few_successes, exact, (SUCCESSES,), {})
-    model.at_once = 3
+    model.room = 3.0
 
     def counted(self: Any, values: Any) -> Any:
         pieces.append(len(values["sd"]))
@@ -456,3 +456,9 @@ def test_more_draws_are_of_the_same_proposal(monkeypatch: pytest.MonkeyPatch) ->
         found = correction.moved_by_weights(few_successes, guide, (SUCCESSES,), {}, 400)
     assert found is not None and [found[2][0]] == seen
     assert len(found[2][1].log_weights) == correction.MORE
+    # where more draws refuse, what is read later has the weights of the verdict, not theirs
+    monkeypatch.setattr(correction, "can_weigh", lambda weights: len(weights.log_weights) == 400)
+    with random_state(0):
+        found = correction.moved_by_weights(few_successes, guide, (SUCCESSES,), {}, 400)
+    assert found is not None and found[2][0].judged is found[2][1]
+    assert len(found[2][1].log_weights) == 400

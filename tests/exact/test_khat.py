@@ -103,7 +103,7 @@ def test_verdict_says_what_to_do() -> None:
     assert wanted.verdict.endswith('to_arviz(..., resample="psis", num_samples=1600).')
     assert "check against NUTS" in KHat(0.9, 0.5, 3.0, apart).verdict
     even = KHat(2.02, 0.7, 99.9, equal)
-    assert even.ok and "worth 100 exact ones, where it says nothing;" in even.verdict
+    assert even.ok and "worth 100 exact ones, where k-hat says nothing;" in even.verdict
 
 
 def target() -> None:

@@ -121,10 +121,26 @@ def test_what_torch_does_not_mix_is_named(x: Any, y: Any, named: str, given: boo
     assert ngvi.fit(line, fixed["x"], fixed["y"], **how).steps == 5
 
 
+class Line(torch.nn.Module):
+    def forward(self, x: Any, y: Any) -> None:
+        line(x, y)
+
+
+@pytest.mark.parametrize(("model", "name"), [(Line(), "x"), (lambda *args: line(*args), "args[0]")])
+def test_arguments_of_modules_and_of_any_number_are_named(model: Any, name: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        ngvi.fit(model, X.numpy(), ONES, **HOW)
+    assert [note.split("'")[1] for note in caught.value.__notes__] == [name]
+
+
 def test_a_model_that_fails_by_itself_has_no_note() -> None:
     with pytest.raises(RuntimeError) as caught:
         ngvi.fit(line, X.expand(12, 3), ONES.long(), **HOW)
     assert not hasattr(caught.value, "__notes__")
+    index = torch.arange(12)
+    with pytest.raises(TypeError, match="unsupported operand type") as failed:
+        ngvi.fit(lambda g, y: line(X[g] * None, y), index, ONES, **HOW)
+    assert not hasattr(failed.value, "__notes__")
 
 
 def test_predict_of_networks_takes_tensors() -> None:

@@ -621,6 +621,21 @@ def test_a_run_whose_loss_has_risen_far_holds_what_was_best() -> None:
         assert stop.gap.nats < 0.05 or not back
 
 
+def test_the_best_look_is_of_the_data_at_hand() -> None:
+    def model(y: torch.Tensor) -> None:
+        m = pyro.sample("m", dist.Normal(0.0, 5.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.StudentT(3.0, m, 1.0), obs=y)
+
+    y = torch.linspace(-1.0, 2.0, 20)
+    fit = ngvi.fit(model, y, guide="AutoMeanFieldNormal", seed=0, progress=False)
+    assert fit.stop.best.best is not None
+    fit.resume(max_steps=1, progress=False)
+    assert fit.stop.best.best is not None
+    fit.resume(y + 9.0, max_steps=1, progress=False)
+    assert fit.stop.best.best is None
+
+
 def test_heavy_tails_do_not_lead_a_run_away() -> None:
     """Separated data, Cauchy priors: the loss rose to 1e5 nats and above."""
     x = torch.linspace(-2.0, 2.0, 20)
