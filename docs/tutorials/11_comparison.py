@@ -249,10 +249,10 @@ for name in ("negative binomial", "plot effects"):
 # Its guide alone is not to be taken as it is: it gets the tail of $\sigma$ near zero wrong. But
 # `fit` has integrated the effects out and found weights that correct the draws, so that the intervals
 # may be taken as they are. All that we read of this fit below is corrected, but for the ELBO, and
-# where we hand over `fit.guide`. The fit of the negative binomial is corrected too, and would not need it.
+# where we hand over `fit.guide`. The fit of the negative binomial is corrected too, and would not
+# need it.
 #
-# A
-# check of the effects model asks for *new* plots: their effects come from the prior given
+# A check of the effects model asks for *new* plots: their effects come from the prior given
 # $\sigma$, `from_prior=["e"]`. With the fitted effects it would hardly fail, as they follow the data.
 
 # %%

@@ -137,9 +137,10 @@ def test_a_model_that_fails_by_itself_has_no_note() -> None:
     with pytest.raises(RuntimeError) as caught:
         ngvi.fit(line, X.expand(12, 3), ONES.long(), **HOW)
     assert not hasattr(caught.value, "__notes__")
-    index = torch.arange(12)
+    index: Any = torch.arange(12)
+    nothing: Any = None
     with pytest.raises(TypeError, match="unsupported operand type") as failed:
-        ngvi.fit(lambda g, y: line(X[g] * None, y), index, ONES, **HOW)
+        ngvi.fit(lambda g, y: line(X[g] * nothing, y), index, ONES, **HOW)
     assert not hasattr(failed.value, "__notes__")
 
 
