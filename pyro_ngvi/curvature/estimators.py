@@ -40,6 +40,7 @@ from ..linalg.host import outside_autocast, own_random_state
 from ..probing.kinks import kinked_sites
 from ..runtime.density import LatentLayout, Sites, sum_log_prob
 from ..runtime.run import run_particles
+from ..runtime.told_in import told_in
 from .derivatives import BUDGET, data_of, hessian, hessian_product, is_datum, is_diagonal, products
 from .taps.check import search
 from .taps.kronecker import kronecker
@@ -59,6 +60,7 @@ class Curvature:
     parts: Tensors
 
 
+@told_in("steps.md#no-optimizer-took-what-the-loss-last-left")
 def leave_curvature(block: Any, curvature: Any) -> None:
     """Leave on ``block`` what the loss has for its optimizer; refused where nobody took the last."""
     if block.curvature is not None and curvature.kind != "price":  # which is in the gradients

@@ -27,12 +27,13 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..linalg.host import own_random_state
+from ..runtime.checks import refuse_minibatches
 from ..runtime.density import Sites, site_kind, sum_log_prob
 from ..runtime.model_density import map_draws, without_plates
 from ..runtime.run import Conditioned, Minibatches
 from ..runtime.store import ModuleParams
 from .arviz_compat import from_groups
-from .draws import Fitted, guide_draws, random_state, refuse_minibatches, sites_of_kind
+from .draws import Fitted, guide_draws, random_state, sites_of_kind
 from .groups import name_dims, per_draw
 from .new_data import fixed_parameters, simulate
 

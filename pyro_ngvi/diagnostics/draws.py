@@ -19,7 +19,7 @@ from torch.distributions import constraints
 
 from ..hierarchy import ExactUnits
 from ..linalg.host import is_coarse
-from ..runtime.checks import LatentSupports, check_data
+from ..runtime.checks import LatentSupports, check_data, refuse_minibatches
 from ..runtime.density import (
     Kind,
     Site,
@@ -215,16 +215,6 @@ class Fitted:
         self.seconds = time.thread_time() - start
         rounding = 64.0 * sum(float(x.max()) ** 0.5 for x in (squares, squares_q))
         return Draws(values, log_q, log_p, rounding, *found)
-
-
-def refuse_minibatches(sites: Sites, plates: Collection[str]) -> None:
-    """Refuse ``plates`` of fewer examples than there are: no figure of theirs is one of all data."""
-    for name in plates:
-        raise ValueError(
-            f"The plate {name!r} takes {len(sites[name]['value'])} of {sites[name]['fn'].size} "
-            "examples. Make the size of the minibatch an argument of the model, and pass the full "
-            "size here, with the full data."
-        )
 
 
 def sites_of_kind(sites: Sites, kind: Kind) -> list[str]:

@@ -14,12 +14,14 @@ from torch.distributions import Independent
 from torch.utils._pytree import tree_map
 
 from ..linalg.host import own_random_state
+from ..runtime.checks import refuse_minibatches
 from ..runtime.density import Site, Sites, innermost, site_kind, site_log_prob
 from ..runtime.model_density import map_draws, without_plates
 from ..runtime.pyro_adapter import first_arguments, is_marked
 from ..runtime.run import Minibatches, look, run_plainly
 from ..runtime.store import listed
-from .draws import compact, refuse_minibatches, sites_of_kind
+from ..runtime.told_in import told_in
+from .draws import compact, sites_of_kind
 
 RETURN = "_RETURN"
 
@@ -261,6 +263,7 @@ class _AtFirstDraw(Messenger):
         super().__init__()
         self.at = at
 
+    @told_in("verdicts.md#has-shape-12-in-the-posterior-and-3-here")
     def _pyro_sample(self, msg: Site) -> None:
         value = self.at.get(_dotted(msg["name"]))
         if value is None or msg["is_observed"]:

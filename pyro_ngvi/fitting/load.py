@@ -8,6 +8,7 @@ from typing import Any
 
 from pyro.infer import SVI
 
+from ..runtime.told_in import told_in
 from .advice import advise
 from .batches import Batches
 from .checkpoint import read, restore
@@ -31,6 +32,7 @@ class _Elsewhere(Batches):
         )
 
 
+@told_in("verdicts.md#a-checkpoint-that-does-not-load")
 def load(
     path: str | os.PathLike[str],
     run: SVI | Callable[..., Any],

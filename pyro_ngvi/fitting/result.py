@@ -21,6 +21,7 @@ from ..hierarchy import AutoHierarchical
 from ..hierarchy.marginal import work_of_draw
 from ..linalg.host import own_random_state
 from ..runtime.run import CannotBatch
+from ..runtime.told_in import told_in
 from ..runtime.waiting import bars_if
 from .advice import Structure
 from .batches import Epoch
@@ -216,6 +217,7 @@ class Result:
             return diagnostics.OverBatches(self.model, Epoch(self.batches)), self._first
         return self.model, self.args
 
+    @told_in("steps.md#takes-100-of-1000-examples")
     def _need_all_data(self) -> None:
         if self._is_stream:
             raise ValueError(

@@ -18,6 +18,7 @@ from ..linalg.host import choose, equal, host_bool, outside_autocast
 from ..probing.vectorized import check_vectorized_call
 from ..runtime.pyro_adapter import particle_plate
 from ..runtime.store import follow_store, module_name
+from ..runtime.told_in import told_in
 from .marginals import SiteValue, site_quantiles
 from .neutra import FamilyTransform
 from .start import FirstCall
@@ -258,12 +259,13 @@ class AutoFamily(FirstCall):
             )
         if self.triangle is not None and not tracing:
             crossed = params[self.triangle].detach().diagonal() <= 0.0
-            if host_bool(crossed.any()):
-                raise RuntimeError(
-                    f"{kind}: the optimizer took the diagonal of {self.triangle} to 0 or below "
-                    f"(site {self.site_of(int(crossed.nonzero()[0]))!r}). Train it by pyro_ngvi.NGVB, "
-                    f"lower the learning rate, or use Pyro's AutoMultivariateNormal."
-                )
+            with told_in("guides.md#adam-on-autofullranknormal"):
+                if host_bool(crossed.any()):
+                    raise RuntimeError(
+                        f"{kind}: the optimizer took the diagonal of {self.triangle} to 0 or below "
+                        f"(site {self.site_of(int(crossed.nonzero()[0]))!r}). Train it by NGVB, "
+                        f"lower the learning rate, or use Pyro's AutoMultivariateNormal."
+                    )
         lag = self.iterate_offset()
         at = {n: p + lag[n] for n, p in params.items()} if lag else params
         share = self.path_share

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 
 from ..families.base import Tensors
 from ..linalg.host import host_bool, outside_autocast
+from ..runtime.told_in import told_in
 from .rule import Report, State, StepReport, restart_average
 from .state import (
     ADAM,
@@ -237,6 +238,7 @@ class NaturalGradientOptim(PyroOptim):
             state = tree_map(lambda v: moved(v, like), state)
         return state
 
+    @told_in("steps.md#was-given-no-parameter-of-its-guide")
     def _sorted_others(self, remaining: dict[int, Tensor], natural: bool) -> list[Tensor]:
         if not natural:
             raise ValueError(

@@ -35,6 +35,7 @@ from ..runtime.checks import bounds, check_whole_plates, moved
 from ..runtime.density import Sites, innermost, is_minibatch, plain_support, sum_log_prob
 from ..runtime.pyro_adapter import masks_of
 from ..runtime.run import Minibatches, run_plainly
+from ..runtime.told_in import told_in
 
 Values = dict[str, Tensor]
 
@@ -52,12 +53,13 @@ def check_latents(
                 f'line. Write z = pyro.sample("{name}", dist.Uniform(-math.pi, math.pi)) and '
                 f'pyro.factor("prior", dist.VonMises(loc, concentration).log_prob(z)).'
             )
-        if _hides_bounds(innermost(site["fn"])):
-            raise ValueError(
-                f"{guide}: the prior of {name!r} is an affine TransformedDistribution, which says that "
-                f"its support is the real line, and its base has bounds. Sample the base, and move it: "
-                f'pyro.deterministic("{name}", loc + scale * x).'
-            )
+        with told_in("models.md#bounds-that-a-distribution-hides"):
+            if _hides_bounds(innermost(site["fn"])):
+                raise ValueError(
+                    f"{guide}: the prior of {name!r} is an affine TransformedDistribution, which says "
+                    f"that its support is the real line, and its base has bounds. Sample the base, and "
+                    f'move it: pyro.deterministic("{name}", loc + scale * x).'
+                )
 
     masked = {name: mask for name, site in sites.items() if (mask := _masked(site)).any()}
     if not masked and not any(isinstance(v, Tensor) for found in supports.values() for v in found):

@@ -33,6 +33,7 @@ from .density import (
 )
 from .pyro_adapter import unmasked
 from .run import Program, Values, look
+from .told_in import told_in
 
 
 def check_guide(sites: Sites) -> None:
@@ -71,6 +72,7 @@ def check_tempers(guide: Any, kl_weight: float) -> None:
         )
 
 
+@told_in("guides.md#lies-in-the-subsampled-plate")
 def check_whole_plates(guide: str, sites: Sites) -> None:
     """Refuse latent sites in a subsampled plate to a guide that has one flat vector of them all."""
     for name, site in sites.items():
@@ -82,6 +84,17 @@ def check_whole_plates(guide: str, sites: Sites) -> None:
                     "AutoGuideList(model, create_plates=f), f the plate, with "
                     f"AutoNormal(poutine.block(model, expose=[{name!r}]))."
                 )
+
+
+@told_in("steps.md#takes-100-of-1000-examples")
+def refuse_minibatches(sites: Sites, plates: Collection[str]) -> None:
+    """Refuse ``plates`` of fewer examples than there are: no figure of theirs is one of all data."""
+    for name in plates:
+        raise ValueError(
+            f"The plate {name!r} takes {len(sites[name]['value'])} of {sites[name]['fn'].size} "
+            "examples. Make the size of the minibatch an argument of the model, and pass the full "
+            "size here, with the full data."
+        )
 
 
 def check_values(sites: Sites) -> None:

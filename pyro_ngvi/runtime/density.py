@@ -20,6 +20,7 @@ from torch.distributions import biject_to, constraints, transform_to
 from torch.distributions.transforms import StickBreakingTransform
 
 from ..linalg.host import outside_autocast
+from .told_in import told_in
 
 # Pyro's Message of a sample site, as Any: to a type checker each of its keys may be absent.
 Site: TypeAlias = Any
@@ -141,6 +142,7 @@ def is_same(known: tuple[ref[Tensor], int] | None, value: Any) -> bool:
 # --- what is refused at every run ---------------------------------------------------------------
 
 
+@told_in("models.md#shapes-were-broadcast")
 def check_log_prob_shape(site: Site, log_prob: Tensor) -> None:
     """Refuse a site whose ``log_prob`` was broadcast to a shape that nothing asks for.
 

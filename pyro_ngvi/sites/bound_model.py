@@ -15,6 +15,7 @@ from ..families.vectors import split
 from ..linalg.host import at_hand, fixed_normal
 from ..linalg.products import eye_like
 from ..runtime.density import Sites, is_minibatch, minibatch_scale, site_kind, site_log_prob
+from ..runtime.told_in import told_in
 from .conditioned_model import ConditionedModel, WhitenedRun, for_each, log_det_root
 from .structure import (
     Group,
@@ -244,6 +245,7 @@ def moves(affine: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
     return for_each(lambda x: affine(x) - origin, inputs)
 
 
+@told_in("guides.md#data-that-come-go-or-are-empty")
 def _index(group: Group, site: Any, run: WhitenedRun) -> Tensor | None:
     """Numbers (n,) of the data of a call among those of the group; ``None`` for all in order."""
     full, rank = list(data_shape(site)), len(site["fn"].batch_shape)

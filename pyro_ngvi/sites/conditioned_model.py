@@ -35,6 +35,7 @@ from ..distributions import GaussianProcess, GaussianStateSpace
 from ..runtime.density import Site, Sites
 from ..runtime.run import Conditioned, Minibatches
 from ..runtime.stand_ins import stand_ins
+from ..runtime.told_in import told_in
 from .structure import TensorRef, is_weighted, unwrapped
 
 T = TypeVar("T")
@@ -268,6 +269,7 @@ def is_gaussian(fn: Any) -> bool:
     return isinstance(fn, dist.Normal | dist.MultivariateNormal) or hasattr(fn, "from_noise")
 
 
+@told_in("guides.md#not-gaussian-or-has-no-data")
 def gaussian_of(site: Site) -> Any:
     """The Gaussian of a latent site, without ``to_event``; refuses any other distribution."""
     fn, name = unwrapped(site), site["name"]

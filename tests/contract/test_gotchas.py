@@ -90,3 +90,31 @@ def test_a_crossed_diagonal_leaves_a_density() -> None:
     got = family.log_prob({"loc": torch.zeros(2), "scale_tril": L}, z)
     wanted = dist.MultivariateNormal(torch.zeros(2), L @ L.T).log_prob(z)
     torch.testing.assert_close(got, wanted)
+
+
+def test_the_entries_that_errors_name_are_there() -> None:
+    entries = {
+        f"{page.stem.removeprefix('gotchas_')}.md#{heading_slug(heading)}"
+        for page in PAGES
+        for heading in re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.M)
+    }
+    source = Path(ngvi.__file__).parent.rglob("*.py")
+    named = {n for f in source for n in re.findall(r'told_in\("(.*?)"\)', f.read_text("utf-8"))}
+    assert len(named) > 10
+    assert named <= entries
+
+
+def heading_slug(heading: str) -> str:
+    """The anchor of a heading, as GitHub and the site make it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def test_an_error_names_its_entry() -> None:
+    def model(y: torch.Tensor) -> None:
+        mean: Any = pyro.sample("mean", dist.Normal(0.0, 1.0))
+        pyro.sample("y", dist.Normal(mean * torch.ones(3, 1), 1.0), obs=y)
+
+    with pytest.raises(ValueError, match="shapes were broadcast") as caught:
+        ngvi.fit(model, torch.zeros(3))
+    (note,) = caught.value.__notes__
+    assert note.endswith("howto/gotchas_models.md#shapes-were-broadcast")
