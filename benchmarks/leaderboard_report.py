@@ -1,6 +1,7 @@
-"""The tables of the leaderboard, in Markdown."""
+"""The tables of the leaderboard, in Markdown: shares over problems and seeds, medians of the seeds."""
 
 import math
+from statistics import median_high
 from typing import Any
 
 NEAR = 0.1
@@ -64,6 +65,18 @@ def summary(table: Table, budgets: tuple[float, ...]) -> str:
     return "\n".join(lines)
 
 
+def medians(table: Table) -> Table:
+    """The errors of each problem at the median of its seeds, the larger of two."""
+    seeds: dict[tuple[str, int], list[dict[str, Errors]]] = {}
+    for (problem, dim, _), entry in table.items():
+        seeds.setdefault((problem, dim), []).append(entry)
+    found: Table = {}
+    for (problem, dim), entries in seeds.items():
+        by_budget = {m: zip(*(e[m] for e in entries), strict=True) for m in entries[0]}
+        found[problem, dim, -1] = {m: tuple(map(median_high, x)) for m, x in by_budget.items()}
+    return found
+
+
 def details(table: Table, budgets: tuple[float, ...]) -> str:
     """The error of every method on every problem, at all budgets."""
     methods = list(dict.fromkeys(method for entry in table.values() for method in entry))
@@ -98,7 +111,8 @@ def report(rows: list[dict[str, Any]], budgets: tuple[float, ...]) -> str:
     for family in dict.fromkeys(row["family"] for row in rows):
         table = collect(rows, family)
         spread = max(row["standard_error"] or 0.0 for row in rows if row["family"] == family)
-        parts += [f"\n### {family}: {len(table)} problems", summary(table, budgets)]
+        parts += [f"\n### {family}: {len(table)} problems and seeds", summary(table, budgets)]
         parts += [f"Largest standard error of an ELBO: {spread:.4f} nats.", "#### Where we lose"]
+        table = medians(table)
         parts += [losses(table, budgets), "#### Every problem", details(table, budgets)]
     return "\n\n".join(parts)

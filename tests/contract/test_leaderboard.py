@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.contestants import Watch, present
 from benchmarks.jax_methods import reordered
-from benchmarks.leaderboard_report import BEST, FIXED, collect, losses, report, summary
+from benchmarks.leaderboard_report import BEST, FIXED, collect, losses, medians, report, summary
 from benchmarks.problems import load
 
 
@@ -174,3 +174,11 @@ def test_tables() -> None:
     assert "| a, d = 2 | 1 s | 0.300 | Adam, best of five rates 0.080 |" in behind
     assert "b, d" not in behind
     assert "### full_rank: 2 problems" in report(rows, (1.0, 2.0))
+
+
+def test_several_seeds_are_shares_of_runs_and_medians_of_problems() -> None:
+    errors = {0: [3.0, 0.05], 1: [1.0, 0.2], 2: [2.0, 0.01]}
+    rows = [row("a", "fit", e) | {"seed": seed} for seed, e in errors.items()]
+    table = collect(rows, "full_rank")
+    assert "| 0 % | 67 % | 3.0 | 0.200 |" in summary(table, (0.3, 1.0))
+    assert list(medians(table).values()) == [{"`ngvi.fit`": (2.0, 0.05)}]
