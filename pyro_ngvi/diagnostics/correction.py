@@ -34,11 +34,11 @@ from ..hierarchy.collapsed import Collapsed, ExactUnits, collapse
 from ..hierarchy.marginal import MOST, ORDERS, point_count
 from ..linalg.host import own_random_state
 from ..runtime.density import LatentLayout
-from ..runtime.model_density import NaNWhereSingular, batched_trace
+from ..runtime.model_density import NaNWhereSingular, batched_trace, map_draws
 from ..runtime.run import CannotBatch
 from .draws import Fitted, guide_draws, resample
 from .khat import EVEN, FEWEST, KHat, khat_from_log_weights
-from .moved import Moved, by_site
+from .moved import Moved, by_site, derived
 from .slices import copula
 from .verdict import PATIENCE
 from .weights import MIN_DRAWS, shift_of
@@ -193,8 +193,8 @@ def moved_by_weights(
         of_all.add_node(name, **fitted.sites[name])
     layout = LatentLayout(of_all)
     many = max(draws, min(MANY, NUMBERS // layout.dim))
-    own = layout.pack(guide_draws(partial(guide, *args, **kwargs), many)[0])
-    new = layout.pack(exact.values)
+    of_guide, _ = guide_draws(partial(guide, *args, **kwargs), many)
+    own, new = layout.pack(of_guide), layout.pack(exact.values)
     log_w = weights.psis_log_weights
 
     def shifted(a: Tensor, b: Tensor) -> Moved:
@@ -202,6 +202,9 @@ def moved_by_weights(
         return Moved(*map(torch.as_tensor, astuple(shift)), rho=torch.zeros(a.shape[1:]))
 
     found = by_site(layout, own, new, shifted)
+    if names := [name for name in fitted.shown if name not in fitted.latent]:  # deterministic
+        shown = map_draws(fitted.joint, lambda s: {n: s[n]["value"] for n in names}, of_guide, many)
+        found[0].update(derived(shown, exact.sites, shifted))
     each = [m for part in found for m in part.values()]
     undecided = not all(m.is_good or m.is_off for m in each)
     if more == MORE and undecided and patient:

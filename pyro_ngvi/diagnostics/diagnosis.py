@@ -31,7 +31,7 @@ from .chains import ADAPTING, run_chains
 from .correction import Corrected, decision_on, moved_by_weights
 from .draws import guide_draws, random_state
 from .khat import BOUNDS, COARSE_MEAN, COARSE_SD, HALF, ROUGH, KHat, right_to
-from .moved import Moved, by_site, moved
+from .moved import Moved, by_site, derived, moved, values_at
 from .over_batches import need_all_data
 from .verdict import khat
 
@@ -55,7 +55,7 @@ class Diagnosis:
     """Whether to believe a guide, site by site: what :func:`pyro_ngvi.diagnose` found.
 
     Attributes:
-        sites: :class:`Moved` by latent site.
+        sites: :class:`Moved` by latent and deterministic site.
         unconstrained: the same of unconstrained coordinates, such as log(x) of a positive x, where
             they are others: mean and sd of x hardly see how much of the mass lies near 0.
         khat: what importance weights say.
@@ -319,7 +319,6 @@ def without_chains(
 
 
 def _one_mode(x: Tensor) -> Tensor:
-    """The mode of each of S points, where there is one."""
     return x.new_zeros(len(x))
 
 
@@ -340,6 +339,10 @@ def _by_chains(
         accepted += share / len(modes)
     with torch.no_grad():
         by_mode = [by_site(density.layout, own, end, moved) for own, end in pairs]
+        names = sorted(weights.shifts.keys() - density.layout.transforms.keys())  # deterministic
+        for (sites, _), pair in zip(by_mode, pairs, strict=True) if names else ():
+            before, after = (values_at(density, names, x) for x in pair)
+            sites |= derived(before, after, moved)
     sites, unconstrained = (
         {name: Moved.of_modes([mode[name] for mode in each]) for name in each[0]}
         for each in zip(*by_mode, strict=True)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
 from typing import Any
 
+import pyro
 import torch
 from torch import Tensor
 
 from ..runtime.density import LatentLayout, to_unconstrained
+from ..runtime.model_density import ModelDensity, NaNWhereSingular
 from .khat import COARSE_MEAN, COARSE_SD
 from .weights import Shift
 
@@ -51,10 +53,12 @@ class Moved(Shift):
         return bool(good.all())
 
     def is_far_from(self, other: Shift) -> bool:
-        """Whether another estimate is off by this one, where chains have left their starts."""
+        """Whether another estimate is off by this one, where chains have left their starts and this is
+        known to the bounds."""
         mean, log_sd = (torch.as_tensor(x).to(self.mean) for x in (other.mean, other.log_sd))
         far = ((self.mean - mean).abs() > COARSE_MEAN) | ((self.log_sd - log_sd).abs() > COARSE_SD)
-        return bool((far & (self.rho <= STUCK)).any())
+        known = (2.0 * self.mean_error <= COARSE_MEAN) & (2.0 * self.log_sd_error <= COARSE_SD)
+        return bool((far & known & (self.rho <= STUCK)).any())
 
     def __str__(self) -> str:
         mean, sd = float(self.mean.abs().max()), float(self.log_sd.abs().max())
@@ -78,6 +82,26 @@ def by_site(
             unconstrained[name] = how(_rounded(transform, a, x), _rounded(transform, b, y))
             sites[name] = _where(_varies(x), sites[name])
     return sites, unconstrained
+
+
+def derived(
+    before: Mapping[str, Tensor],
+    after: Mapping[str, Tensor],
+    how: Callable[[Tensor, Tensor], Moved],
+) -> dict[str, Moved]:
+    """``how`` of values (S, *shape) and (T, *shape) of deterministic sites, where these are finite."""
+    found = {}
+    for name, x in before.items():
+        finite = x.isfinite().all(0) & after[name].isfinite().all(0)
+        found[name] = how(*(torch.where(finite, at, 0.0) for at in (x, after[name])))
+    return found
+
+
+def values_at(density: ModelDensity, names: list[str], theta: Tensor) -> dict[str, Tensor]:
+    """Values (S, *shape) of the sites ``names`` at unconstrained points (S, d)."""
+    with pyro.validation_enabled(False), NaNWhereSingular():
+        sites = density.trace(theta).sites
+    return {name: sites[name].value for name in names}
 
 
 def _rounded(transform: Any, u: Tensor, x: Tensor) -> Tensor:
