@@ -87,9 +87,9 @@ STRICTER = 0.35
 class Schedule(Protocol):
     r"""How long a step is: the gain b_k that multiplies the natural gradient, and how it decays.
 
-    A schedule is a pair of pure functions of tensors.  ``like`` and ``signal`` are (B,), a number for
-    each block, b_k too or ().  ``signal``, in [-1, 1], is what the step before says about this one: the
-    estimate
+    A schedule is a pair of pure functions of tensors, called as in the example of :class:`NoiseClock`.
+    ``like`` and ``signal`` are (B,), a number for each block, b_k > 0 too or ().  ``signal``, in
+    [-1, 1], is what the step before says about this one: the estimate
 
         snr_k = (<G_k, G_{k-1}> + <G_{k-1}, move_{k-1}>) / |G_k|^2                                   (1)
 
@@ -99,7 +99,7 @@ class Schedule(Protocol):
     """
 
     def init(self, like: Tensor) -> Tensors:
-        """The state before the first step."""
+        """The state before the first step, a dict of tensors."""
         ...
 
     def gain(self, signal: Tensor, state: Tensors) -> tuple[Tensor, Tensors]:
@@ -125,6 +125,19 @@ class NoiseClock:
     S / (S + d + 1) for S particles.  Additive noise shows only near the optimum; it then falls as 2/k.
 
     Not for: losses that change between steps (annealing); use :class:`RobbinsMonro` there.
+
+    Args:
+        increment, standard_errors, min_window: the 1/2, the 2 and the 10 above.
+        start: c at the first step.
+
+    Example:
+        >>> clock = NoiseClock()
+        >>> state, gains = clock.init(torch.zeros(1)), []
+        >>> for signal in (0.0, 0.0, 1.0, 1.0, 1.0):
+        ...     b, state = clock.gain(torch.tensor([signal]), state)
+        ...     gains.append(round(b.item(), 3))
+        >>> gains  # 1 / 40, 1 / 40.5, 1 / 41, and then two gradients have been mostly signal
+        [0.025, 0.025, 0.024, 0.146, 0.34]
     """
 
     increment: float = 0.5
@@ -133,13 +146,13 @@ class NoiseClock:
     min_window: float = 10.0
 
     def init(self, like: Tensor) -> Tensors:
-        """The clock, the moments of the signal and the count, each like ``like``."""
+        """The clock, the moments of the signal and the count, (B,) each, as ``like`` is."""
         names = ("mean", "variance", "weight", "count")
         zero = torch.zeros_like(like)
         return {"clock": zero + self.start, **{n: zero.clone() for n in names}}
 
     def gain(self, signal: Tensor, state: Tensors) -> tuple[Tensor, Tensors]:
-        """The gain after a signal, the share of the gradient that is no noise, and the new state."""
+        """The gain b (B,) after a ``signal`` (B,), and the new state."""
         clock, count = state["clock"], state["count"]
         first = count == 0  # nothing came before the first step: no signal to read
         window = torch.clamp(0.5 * clock, min=self.min_window)

@@ -25,14 +25,14 @@ Rate = float | Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Step:
-    """Where a rule goes from the iterate.
+    """Where a rule goes from the iterate; :class:`Rule` has an example.
 
     Attributes:
-        params: the next iterate.
+        params: the next iterate, a tensor by name in the shape that it had.
         length: its distance in the Fisher norm, nats^(1/2), 0-dim.
-        gain: the factor on the direction that was asked for, 0-dim.
+        gain: the factor on the direction that was asked for, 0-dim; only reported.
         state: those entries of the rule's state that change.
-        radius: bound on the length, 0-dim; ``None``: there is none.
+        radius: bound on the length, nats^(1/2), 0-dim; ``None``: there is none.
         damped: whether the bound was met, 0-dim; ``None``: it never is.
         finite: whether what the step was made of is finite, 0-dim, where ``params`` may hide that it
             is not.
@@ -90,10 +90,28 @@ class StepReport:
 class Rule(ABC):
     """The base of rules: write :meth:`step`, and :meth:`start` if it remembers anything.
 
-    ``grads`` has the Euclidean gradient of the loss by parameter.  A rule that ``accepts`` curvature
-    takes it as a further argument of :meth:`step`, by name: ``{"dense": H}``, say.
+    A rule is a frozen dataclass of pure functions: it holds no state and never waits for the device.
+    ``params`` and ``grads`` hold by name the tensors of the family and the Euclidean gradients of the
+    loss (nats) in them, in the same shapes.  A rule that ``accepts`` curvature takes it as a further
+    argument of :meth:`step`, a dict by the names of its parts: ``{"dense": H}``, H (d, d), say.
 
-    Example: see :class:`~pyro_ngvi.optim.NaturalGradient`.
+    Example:
+        >>> from dataclasses import dataclass
+        >>> import torch, pyro_ngvi as ngvi
+        >>> @dataclass(frozen=True)
+        ... class Halfway(ngvi.optim.Rule):
+        ...     family: ngvi.families.Family
+        ...     def step(self, params, grads, state):
+        ...         G = self.family.natural_gradient(params, self.family.pull(params, grads))
+        ...         length = 0.5 * self.family.fisher_norm(params, G)
+        ...         new = self.family.retract(params, G, -0.5)
+        ...         return ngvi.optim.Step(new, length, gain=torch.tensor(0.5))
+        >>> rule = Halfway(ngvi.families.MeanFieldNormal())
+        >>> params = rule.family.init(torch.zeros(1), 1.0)
+        >>> grads = {"loc": torch.tensor([2.0]), "log_scale": torch.zeros(1)}
+        >>> new, state, report = rule.update(params, grads, rule.init(params))
+        >>> new["loc"], report.step_norm
+        (tensor([-1.]), tensor(1.))
     """
 
     #: kinds of curvature of a loss that the rule takes; ``None`` stands for a loss without any
@@ -106,7 +124,7 @@ class Rule(ABC):
 
     @abstractmethod
     def step(self, params: Tensors, grads: Tensors, state: State) -> Step:
-        """The step from ``params``; ``state["count"]`` iterates came before."""
+        """The step from ``params``; ``state["count"]`` (0-dim) iterates came before."""
 
     def refuses(self, family: Any) -> str | None:
         """Why the rule cannot step ``family``, and what to use; ``None``: it can."""
@@ -118,11 +136,11 @@ class Rule(ABC):
         )
 
     def start(self, params: Tensors) -> State:
-        """What the rule remembers before its first step."""
+        """What the rule remembers before its first step: a dict of tensors, or of such dicts."""
         return {}
 
     def bad_entries(self, grads: Tensors, curvature: Any) -> Tensor:
-        """Entries of z (d,) at which gradient or curvature is not finite."""
+        """Which entries of z have a gradient or curvature that is not finite, (d,) bool."""
         bad = self.family.not_finite(grads)
         for name, value in curvature.items():
             if name in ("diagonal", "prior"):
@@ -132,7 +150,7 @@ class Rule(ABC):
         return bad
 
     def init(self, params: Tensors) -> State:
-        """The state before the first step."""
+        """The state before the first step: that of :meth:`start`, counts and the average."""
         zero = next(iter(params.values())).new_zeros(())
         state: State = {"count": zero, "skipped": zero.clone()}
         state["bad_entries"] = torch.zeros_like(self.family.not_finite(params))
@@ -141,7 +159,7 @@ class Rule(ABC):
     def update(
         self, params: Tensors, grads: Tensors, state: State, curvature: Any = None
     ) -> tuple[Tensors, State, Report]:
-        """One step from ``params`` (the iterate), or none where it is not finite."""
+        """One step from ``params`` (the iterate), or none where it is not finite; state and report."""
         further = (curvature,) if curvature else ()
         step = self.step(params, grads, state, *further)
         # a length that overflows is refused too: nothing says how far such a step should go
@@ -175,16 +193,30 @@ class Rule(ABC):
 
 
 class Averaging(Protocol):
-    """Weights w_j of an average sum_j w_j x_j / sum_j w_j of the iterates."""
+    """Weights w_j of an average sum_j w_j x_j / sum_j w_j of the iterates.
+
+    x_j holds the parameters as they are stored: log sds, Cholesky factors; rotations have Riemannian
+    means.  Ready-made: :class:`Tail`, :class:`LogPower`.
+
+    Example:
+        >>> class Even:  # w_j = 1, for NGVB(guide, averaging=Even())
+        ...     def rate(self, k, total):
+        ...         return 1.0 / k, total
+    """
 
     def rate(self, k: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-        """w_k / sum_{j<=k} w_j for iterate k = 1, 2, ..., and the new total of the weights."""
+        """w_k / sum_{j<=k} w_j in (0, 1] for iterate k = 1, 2, ..., and the new total, all 0-dim."""
         ...
 
 
 @dataclass(frozen=True)
 class LogPower:
-    """w_k = (log(k + 1))^power: nearly uniform, lighter at the start (Algorithm 2 of IFVB's paper)."""
+    """w_k = (log(k + 1))^power: nearly uniform, lighter at the start (Algorithm 2 of IFVB's paper).
+
+    Example:
+        >>> LogPower(2.0).rate(torch.tensor(1.0), torch.tensor(0.0))  # (log 2)^2 = 0.48
+        (tensor(1.), tensor(0.4805))
+    """
 
     power: float = 2.0
 
@@ -200,6 +232,10 @@ class Tail:
     """Rate eta / (k + eta - 1): weights that grow as k^(eta - 1) (Shamir & Zhang 2013).
 
     The mean age of an iterate is that of an even average over the last 2 / (eta + 1) of the run.
+
+    Example:
+        >>> Tail().rate(torch.tensor(5.0), torch.tensor(0.0))[0]  # 4 / (5 + 4 - 1)
+        tensor(0.5000)
     """
 
     eta: float = 4.0

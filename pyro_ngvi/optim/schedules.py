@@ -24,8 +24,18 @@ class RobbinsMonro:
     Converges for 1/2 < power <= 1 (sum b = inf, sum b^2 < inf).  Close to power 1/2 together with
     iterate averaging is the choice of Polyak & Juditsky (1992).
 
-    With ``patience`` p < 1 the count k stands still while the share of signal (1), averaged over ten
-    steps, exceeds p: q is then still on its way, and the decay, which is there for noise, waits.
+    With ``patience`` p < 1 the count k stands still while the share of signal, (1) of
+    :class:`Schedule`, averaged over ten steps, exceeds p: q is then still on its way.
+
+    Raises:
+        ValueError: for a scale or an offset (in steps) that is not positive, a power not in [0, 1].
+
+    Example:
+        >>> schedule = RobbinsMonro(scale=0.2, offset=1.0, power=1.0)
+        >>> b_0, state = schedule.gain(torch.zeros(1), schedule.init(torch.zeros(1)))
+        >>> b_1, state = schedule.gain(torch.zeros(1), state)
+        >>> b_0, b_1  # 0.2 / (1 + k)
+        (tensor([0.2000]), tensor([0.1000]))
     """
 
     scale: float = 0.2
@@ -42,7 +52,7 @@ class RobbinsMonro:
         return {"count": torch.zeros_like(like), "mean": torch.zeros_like(like)}
 
     def gain(self, signal: Tensor, state: Tensors) -> tuple[Tensor, Tensors]:
-        """b_k, and a count that advances where the mean signal is at most ``patience``."""
+        """b_k (B,), and a count that advances where the mean signal is at most ``patience``."""
         count = state["count"]
         mean = torch.lerp(state["mean"], signal, 0.1)
         advance = mean <= self.patience
@@ -54,9 +64,12 @@ class RobbinsMonro:
 class PowerDecay:
     """scale / (1 + k^power), k = 0, 1, ...: a function of the step count for optimizers that take one.
 
+    Raises:
+        ValueError: for a scale that is not positive and finite, or a power not in [0, 1].
+
     Example:
-        >>> PowerDecay(0.1, 0.51)(torch.tensor(0.0))
-        tensor(0.1000)
+        >>> PowerDecay(0.1, 0.51)(torch.tensor([0.0, 1.0, 100.0]))
+        tensor([0.1000, 0.0500, 0.0087])
     """
 
     scale: float
@@ -72,7 +85,15 @@ class PowerDecay:
 
 @dataclass(frozen=True)
 class Constant:
-    """b_k = value: for exact gradients, tests and comparisons.  Does not converge under noise."""
+    """b_k = value: for exact gradients, tests and comparisons.  Does not converge under noise.
+
+    Raises:
+        ValueError: for a value that is not positive and finite.
+
+    Example:
+        >>> Constant(0.5).gain(torch.zeros(2), {})  # NGVB(guide, schedule=Constant(0.5))
+        (tensor([0.5000, 0.5000]), {})
+    """
 
     value: float = 1.0
 
