@@ -39,13 +39,16 @@ Product = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class ConjugateGradients:
-    """So many ``iterations`` at most, on products with F; the default for guides that are not ours.
+    """x of (F + c) x = g by conjugate gradients; the default of IFVB for guides that are not ours.
 
     The products are exact for guides whose sites have a KL in closed form
     (:mod:`pyro_ngvi.fisher.products`), else those of fresh scores.
 
     Not for: flows and networks without exact products, of which 64 scores say too little
     (:class:`Window`).
+
+    Args:
+        iterations: most products with F in a step, at least 1, or there is a ValueError.
 
     Example:
         >>> import torch
@@ -69,7 +72,7 @@ class ConjugateGradients:
             raise ValueError(f"{self} needs a whole number of iterations of at least 1.")
 
     def init(self, like: Tensor) -> Tensors:
-        """The state before the first step, for a packed gradient like (D,)."""
+        """The state before the first step, for a packed gradient like ``like`` (D,)."""
         zero = like.new_zeros(())
         return {"damping": zero + START, "square": torch.zeros_like(like), "updates": zero}
 
@@ -89,7 +92,7 @@ class ConjugateGradients:
         return state | {"damping": damping.clamp(LOW, HIGH)}
 
     def solve(self, state: Tensors, product: Product, g: Tensor, blocks: list[int]) -> Tensor:
-        """x of (1), each of the consecutive ``blocks``, between which F has no entries, by itself."""
+        """x (D,) for g (D,), each of the consecutive ``blocks``, of so many entries, by itself."""
         unit = state["square"].sqrt().clamp_min(torch.finfo(g.dtype).tiny ** 0.5)
         ridge = state["damping"] * unit
 

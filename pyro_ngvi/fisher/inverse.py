@@ -28,7 +28,10 @@ TINY = 1e-30
 
 
 class InverseFisher(Protocol):
-    """A trio of pure functions; see the head of this file.  Inherit for the defaults."""
+    """An estimate of F^-1 from scores (:mod:`pyro_ngvi.fisher.inverse`), as a trio of pure functions.
+
+    They are called as in the example of :class:`Window`.  Inherit for the defaults.
+    """
 
     #: scores that IFVB draws for it at a step unless told how many
     scores_a_step: ClassVar[int] = 1
@@ -45,7 +48,7 @@ class InverseFisher(Protocol):
         ...
 
     def product(self, state: State, g: Tensor) -> Tensor:
-        """F^-1 g for a gradient g (D,)."""
+        """F^-1 g (D,) for a gradient g (D,)."""
         ...
 
 
@@ -160,6 +163,9 @@ class Window(InverseFisher):
     Args:
         size: K, number of scores.
         damping: the ridge as a share of the mean of diag(F).
+
+    Raises:
+        ValueError: for a size below 1, or a damping that is not positive.
 
     Example:
         >>> import torch

@@ -40,10 +40,10 @@ FIRST_MERGE = 8
 
 @dataclass(frozen=True)
 class LowRank(InverseFisher):
-    """Running diagonal and leading eigenvectors of the whitened scores; see the head of this file.
+    """F ~ W (U' diag(l - r) U + r I) W, W = diag(F)^(1/2): :mod:`pyro_ngvi.fisher.low_rank`.
 
     Args:
-        rank: K, number of eigenvectors.
+        rank: K, number of eigenvectors, at least 1, or there is a ValueError.
         growth: score k has weight k^growth, so that a moving F is followed: weights k^3 average over
             about the last two fifths of the run.
 

@@ -138,7 +138,8 @@ class AIFVB(IFVB):
     ``averaging``: ``True`` (default, :class:`Tail`), or a number w for the weights (log(k + 1))^w; the
     paper's is 2.  Guides that are ours hold the average.  Other guides hold the iterate: read them
     inside ``with optim.use_average():``, or call ``optim.use_average()`` when the run is over.
-    Other arguments: :class:`IFVB`.  Not where gradients are exact: averaging only delays there.
+    Other arguments, and what is refused: :class:`IFVB`; ``averaging=False`` is a ValueError.  Not where
+    gradients are exact: averaging only delays there.
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist
@@ -155,6 +156,8 @@ class AIFVB(IFVB):
         >>> with optim.use_average():
         ...     bool((guide.median()["x"] - 3.0).abs() < 0.5)
         True
+        >>> optim.asymptotic_covariance(svi, num_gradients=64).matrix.shape  # location and scale
+        torch.Size([2, 2])
     """
 
     scores_at_average: ClassVar[bool] = True
@@ -175,7 +178,7 @@ class AIFVB(IFVB):
         num_hessians: int = 16,
         **kwargs: Any,
     ) -> AsymptoticCovariance:
-        """Covariance of the averaged parameters around the optimum (theorem 5.3, remark 5.2).
+        """C = H^-1 Sigma H^-1 sum_k w_k^2, of the average around the optimum (theorem 5.3, remark 5.2).
 
         Args:
             svi: the ``SVI`` object of the run; its loss and number of particles are used.
@@ -187,6 +190,9 @@ class AIFVB(IFVB):
                 over runs of 25 epochs); all data as ``args`` give the noise of draws, a lower one.
             num_gradients: gradients that the covariance of the noise is estimated from.
             num_hessians: repetitions of the Hessian by differences, 2 D gradients each.
+
+        Returns:
+            Its ``matrix`` (D, D), ``average`` and ``stddev``, by name and both unconstrained.
 
         Raises:
             RuntimeError: before the first step.

@@ -232,7 +232,11 @@ class IFVB(NaturalGradientOptim):
         return {"product": product, "divergence": divergence}
 
     def use_average(self) -> UsingAverage:
-        """Put the averages of the iterates into the guide; in a ``with`` statement, for a while."""
+        """Put the averages of the iterates into the guide; in a ``with`` statement, for a while.
+
+        Raises:
+            RuntimeError: before the first step, and without averaging.
+        """
         blocks = [(path, b) for path, b in self._blocks() if not (b.holds_average and b.averaged)]
         averages = [(b.natural_params(), self._states.get(p, {}).get("average")) for p, b in blocks]
         # parameters that are not ours are found at the first step

@@ -143,14 +143,23 @@ class NaturalGradient(NaturalGradientOptim):
     Args:
         guide: the guide that SVI trains, or a list that contains guides of ours.
         rule: a function of the family that gives its :class:`~pyro_ngvi.optim.Rule`; the class of a
-            rule whose other fields have defaults is one.
+            rule whose other fields have defaults is one.  :class:`~pyro_ngvi.optim.Rule` writes one.
         others: a ``PyroOptim`` for parameters that are not natural; see :class:`NGVB`.
 
-    Example (docs/howto/extending.md writes a rule):
-        >>> import pyro_ngvi as ngvi
+    Raises:
+        ValueError: for a guide that is not ours, or that the rule refuses.
+
+    Example:
+        >>> import pyro, pyro.distributions as dist, pyro_ngvi as ngvi
         >>> from pyro_ngvi.optim.natural_gradient import NaturalGradientRule
-        >>> guide = ngvi.AutoMeanFieldNormal(lambda: None)
+        >>> def model():
+        ...     pyro.sample("x", dist.Normal(3.0, 2.0))
+        >>> guide = ngvi.AutoMeanFieldNormal(model, init_loc_fn=ngvi.guides.init_to_center)
         >>> optim = ngvi.optim.NaturalGradient(guide, NaturalGradientRule)
+        >>> svi = pyro.infer.SVI(model, guide, optim, ngvi.BatchedELBO(8))
+        >>> losses = [svi.step() for _ in range(50)]
+        >>> optim.report().outcome, round(guide.median()["x"].item(), 2)
+        ('accepted', 3.0)
     """
 
     suits = "pyro_ngvi.AutoFullRankNormal(model)"

@@ -138,7 +138,7 @@ class SPRING(NaturalGradientOptim):
 
     Raises:
         ValueError: for a guide that is not ours, or arguments out of range.
-        RuntimeError: at a step, for a loss without ``curvature="scores"``.
+        RuntimeError: at a step, for a loss without ``curvature="scores"``; a ValueError with S = 1.
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist

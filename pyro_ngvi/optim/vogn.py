@@ -96,8 +96,8 @@ class VOGN(_Preset):
 
     Args:
         guide: an ``AutoMeanFieldNormal`` (or ``AutoFullRankNormal``).
-        lr, curvature_lr, momentum, further: those of :class:`~pyro_ngvi.optim.VON`; by default both
-            rates are max(0.01, 1 / (10 + k^0.75)), and there is no averaging.
+        lr, curvature_lr, momentum, further: those of :class:`~pyro_ngvi.optim.VON`, which says what is
+            refused; by default both rates are max(0.01, 1 / (10 + k^0.75)), and there is no averaging.
 
     Not for small models: :class:`~pyro_ngvi.NGVB` needs no rates there, and the exact Hessian is cheap.
 
@@ -105,9 +105,17 @@ class VOGN(_Preset):
     in Osawa et al. (2019, arXiv:1906.02506).
 
     Example:
-        >>> import pyro_ngvi as ngvi
-        >>> guide = ngvi.AutoMeanFieldNormal(lambda: None)
-        >>> optim = ngvi.optim.VOGN(guide, lr=0.1, curvature_lr=0.05)
+        >>> import torch, pyro_ngvi as ngvi
+        >>> from pyro.infer import SVI
+        >>> net = torch.nn.Linear(1, 1, bias=False)
+        >>> model = ngvi.nn.bayesianize(net, "normal", num_data=3, noise=1.0)
+        >>> guide = ngvi.AutoMeanFieldNormal(model, init_loc_fn=model.init_to_module)
+        >>> optim = ngvi.optim.VOGN(guide, lr=0.3, curvature_lr=0.3, momentum=0.0)
+        >>> svi = SVI(model, guide, optim, ngvi.BatchedELBO(8, curvature="gauss_newton"))
+        >>> x, y = torch.ones(3, 1), torch.tensor([1.0, 2.0, 3.0])
+        >>> losses = [svi.step(x, y) for _ in range(60)]
+        >>> round(guide.median()["weight"].item(), 1)  # exactly 6 / 4
+        1.5
     """
 
     accepts: ClassVar[tuple[str | None, ...]] = ("gauss_newton",)
@@ -131,7 +139,7 @@ class SLANG(_Preset):
         lr: rate a of the mean, in (0, 1], or a function of the step count k = 0, 1, ...  Published, a
             and b alike: ``PowerDecay(0.05, 0.51)`` for logistic regression, 0.02 for small networks.
         curvature_lr: rate b of the precision, likewise; ``None`` for ``lr``.
-        momentum, further: those of ``VON``; by default no trust radius and no averaging.
+        momentum, further: as in ``VON``, refusals too; by default no trust radius and no averaging.
 
     Other than published, the gradient holds that of the prior, and momentum averages it too.  Where
     delta is negative (a prior that is not log-concave, a Jacobian), s falls at most 4-fold a step.
@@ -144,7 +152,7 @@ class SLANG(_Preset):
     Example:
         >>> import pyro_ngvi as ngvi
         >>> guide = ngvi.AutoFactorPrecision(lambda: None, rank=1)
-        >>> optim = ngvi.optim.SLANG(guide, lr=0.1)
+        >>> optim = ngvi.optim.SLANG(guide, lr=0.1)  # the rest as with VOGN
     """
 
     suits = "pyro_ngvi.AutoFactorPrecision(model, rank=2)"
@@ -176,9 +184,9 @@ class IVON(_Preset):
 
     Args:
         guide: an ``AutoMeanFieldNormal``.
-        lr, curvature_lr, momentum, further: those of :class:`~pyro_ngvi.optim.VON`; by default both
-            rates are max(0.01, 1 / (10 + k^0.75)), and there is no averaging.  The published b = 1e-5
-            never learns a variance on a small problem.
+        lr, curvature_lr, momentum, further: those of :class:`~pyro_ngvi.optim.VON`, which says what is
+            refused; by default as in :class:`VOGN`, with a ``trust_radius`` r of 1.  The published
+            b = 1e-5 never learns a variance on a small problem.
 
     Not for guides with correlations (:class:`~pyro_ngvi.optim.VON`, :class:`~pyro_ngvi.NGVB`).
 
@@ -186,7 +194,8 @@ class IVON(_Preset):
 
     Example:
         >>> import pyro_ngvi as ngvi
-        >>> optim = ngvi.optim.IVON(ngvi.AutoMeanFieldNormal(lambda: None))
+        >>> guide = ngvi.AutoMeanFieldNormal(lambda: None)
+        >>> optim = ngvi.optim.IVON(guide, lr=0.2)  # the rest as with VOGN, and any loss
     """
 
     accepts: ClassVar[tuple[str | None, ...]] = ("price", None)
@@ -212,13 +221,14 @@ class Vadam(_Preset):
         lr: learning rate, in the units of the parameters, or a function of the step count.
         curvature_lr: 1 - beta_2, weight of a new squared gradient.
         momentum: beta_1.
-        further: ``averaging`` and ``others`` of :class:`~pyro_ngvi.optim.VON`.
+        further: ``averaging`` and ``others`` of :class:`~pyro_ngvi.optim.VON`; refusals as there.
 
     Source: Khan et al. (2018, arXiv:1806.04854), section 3.3; as in their code q takes s uncorrected.
 
     Example:
         >>> import pyro_ngvi as ngvi
-        >>> optim = ngvi.optim.Vadam(ngvi.AutoMeanFieldNormal(lambda: None), lr=0.01)
+        >>> guide = ngvi.AutoMeanFieldNormal(lambda: None)
+        >>> optim = ngvi.optim.Vadam(guide, lr=0.01)  # the rest as with VOGN
     """
 
     accepts: ClassVar[tuple[str | None, ...]] = ("squared_gradient",)
