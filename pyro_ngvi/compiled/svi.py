@@ -55,7 +55,7 @@ class _Known:
 
 
 class CompiledSVI(SVI):
-    """What :func:`compile` returns: an ``SVI`` whose steps run a graph where they can.
+    """What :func:`compile` returns, with an example: an ``SVI`` whose steps run a graph where they can.
 
     Attributes:
         tier: how the last step was done: "eager", "recorded", "replay", "inductor" or "cuda_graph".
@@ -82,7 +82,7 @@ class CompiledSVI(SVI):
         return vars(self) | {"_known": OrderedDict()}
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """One step, as ``SVI.step``: the loss before it, in nats."""
+        """One step, as ``SVI.step``: the loss before it, a number in nats."""
         loss = self._step(args, kwargs)[0]
         return loss.item() if isinstance(loss, Tensor) else loss
 
@@ -98,8 +98,9 @@ class CompiledSVI(SVI):
 
         Args:
             num_steps: how many.
-            callback: called after each ``every`` steps with the number of steps and their losses so
-                far; the run ends where it returns True.
+            args, kwargs: those of ``step``.
+            callback: called after each ``every`` steps with the number of steps n and their losses (n,)
+                so far; the run ends where it returns True.
 
         Returns:
             The losses (num_steps,) in nats, on their device.

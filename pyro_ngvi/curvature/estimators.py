@@ -78,15 +78,21 @@ class Drawn:
     """The draws of a step and the model at them: all that an estimator of curvature may use.
 
     A *datum* is an entry of the log probability of an observed site in a plate; with nested plates,
-    subjects by times, each entry is one.  One object serves all steps of a pair of model and guide.
+    subjects by times, each entry is one.  Functions of one draw run under ``vmap``.
 
     Attributes:
         guide: the guide that was drawn from.
         draws: theta (S, d), unconstrained, without a graph.
         losses: log q - log p (S,) at the draws, in nats.
-        taps: those behind the layers of the model, once they are found; the loss runs them.
-        reasons: by latent site, why taps do not cover it; ``searched``: whether that is final.
-        rest_row_sums: H 1 (d,), H the Hessian of the rest, of a step with taps.
+
+    Example:
+        >>> import torch, pyro, pyro.distributions as dist, pyro_ngvi as ngvi
+        >>> ngvi.curvature.ESTIMATORS["prior"] = lambda drawn: {"diagonal": drawn.rest_curvature()}
+        >>> model = lambda: pyro.sample("x", dist.Normal(torch.zeros(2), 0.5).to_event(1))
+        >>> guide, loss = ngvi.AutoMeanFieldNormal(model), ngvi.BatchedELBO(4, curvature="prior")
+        >>> _ = loss.loss_and_grads(model, guide), ngvi.curvature.ESTIMATORS.pop("prior")
+        >>> guide.take_curvature().parts  # 1 / 0.5^2
+        {'diagonal': tensor([4., 4.])}
     """
 
     def __init__(self, kind: str, guide: Any, layout: LatentLayout) -> None:
@@ -103,7 +109,7 @@ class Drawn:
         return self.guide.family.curvature_form
 
     def run(self, t: Tensor, reduce: Callable[[Sites], Any]) -> Any:
-        """``reduce`` of the sites at one draw t (d,), with a leading 1; and the log-Jacobian."""
+        """``reduce`` of the sites at one draw t (d,), with a leading 1; the log-Jacobian, 0-dim."""
         values, log_det = self.layout.unpack_with_log_det(t[None])
         given: Any = self.model, reduce, values, 1, self.args, self.kwargs
         return run_particles(*given, minibatches=self.minibatches), log_det[0]
@@ -122,7 +128,7 @@ class Drawn:
         return self.each(function, columns).mean(0)
 
     def potential(self, t: Tensor) -> Tensor:
-        """-log p(y, z(t)) with the log-Jacobian, a number."""
+        """-log p(y, z(t)) at one draw t (d,), less the log-Jacobian: 0-dim, in nats."""
         total, log_det = self.run(t, sum_log_prob)
         return -(total[0] + log_det)
 
@@ -131,7 +137,7 @@ class Drawn:
         return self.each(grad(self.potential), columns=1)
 
     def rest(self, t: Tensor) -> Tensor:
-        """The part of :meth:`potential` that belongs to no datum."""
+        """The part of :meth:`potential` that belongs to no datum, 0-dim, in nats."""
 
         def reduce(sites: Sites) -> Tensor:
             return sum_log_prob({k: site for k, site in sites.items() if not is_datum(site)})
@@ -140,7 +146,7 @@ class Drawn:
         return -(total[0] + log_det)
 
     def data(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """The log probability of each datum, and its weight (scale times mask), both (N,)."""
+        """Log probability (nats) and weight, scale times mask, of each datum, (N,); at least 1."""
         (log_prob, weight), _ = self.run(t, data_of)
         return log_prob[0], weight[0]
 
@@ -149,12 +155,12 @@ class Drawn:
         return int((self.data(self.draws[0])[1] != 0).sum()) > 1
 
     def curvature(self) -> Tensor:
-        """The average Hessian of :meth:`potential`, or its diagonal if the form is not dense."""
+        """Average Hessian (d, d) of :meth:`potential`; its diagonal (d,) if the form is not dense."""
         self.warn_of_kinks(whole=True)
         return self.average(lambda t: hessian(self.potential, t, self.form != "dense"))
 
     def rest_curvature(self) -> Tensor:
-        """The same of :meth:`rest`."""
+        """The same of :meth:`rest`; a ValueError where a diagonal would take too many passes."""
         self.warn_of_kinks()
         if self.form == "dense":
             return self.average(lambda t: hessian(self.rest, t))

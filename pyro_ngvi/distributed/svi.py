@@ -67,7 +67,7 @@ class DistributedSVI(SVI):
         self.loss, self.loss_and_grads = self._loss, self.over_ranks(svi.loss_and_grads)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """One step, as ``SVI.step``: the loss of all ranks before it, in nats."""
+        """One step, as ``SVI.step``: the loss of all ranks before it, a number in nats."""
         loss = super().step(*args, **kwargs)
         self._steps += 1
         early = self._steps < self._check_every and is_power_of_two(self._steps)

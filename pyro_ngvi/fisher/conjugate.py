@@ -48,7 +48,10 @@ class ConjugateGradients:
     (:class:`Window`).
 
     Args:
-        iterations: most products with F in a step, at least 1, or there is a ValueError.
+        iterations: most products with F in a step.
+
+    Raises:
+        ValueError: for less than one.
 
     Example:
         >>> import torch

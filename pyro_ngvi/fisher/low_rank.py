@@ -43,11 +43,14 @@ class LowRank(InverseFisher):
     """F ~ W (U' diag(l - r) U + r I) W, W = diag(F)^(1/2): :mod:`pyro_ngvi.fisher.low_rank`.
 
     Args:
-        rank: K, number of eigenvectors, at least 1, or there is a ValueError.
+        rank: K, number of eigenvectors.
         growth: score k has weight k^growth, so that a moving F is followed: weights k^3 average over
             about the last two fifths of the run.
 
     Memory: (K + max(8, K/2) + 5) D numbers, and twice as many again during a merge.
+
+    Raises:
+        ValueError: for a rank below 1.
 
     Example:
         >>> import torch

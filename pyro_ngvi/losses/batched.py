@@ -49,9 +49,9 @@ class BatchedELBO(ELBO):
     ``infer={"enumerate": "parallel"}`` and not in the guide are summed out, as in ``TraceEnum_ELBO``.
 
     Do not use it with a guide whose draws are not reparameterised (discrete ones above all):
-    ``Trace_ELBO`` is for these. The first call for a pair of model and guide also runs both once, to
-    create parameters and to validate the data. Later data are checked on a CPU only, and only against
-    supports that do not depend on latent sites; NaN is not refused there, nor what a mask hides.
+    ``Trace_ELBO`` is for these. The first call for a pair of model and guide also runs both once and
+    validates the data. Later data are checked on a CPU only, and only against supports that do not
+    depend on latent sites; NaN is not refused there, nor what a mask hides.
 
     Args:
         num_particles: S, the number of draws of the guide; of a mixture, of each of its components.
@@ -67,7 +67,8 @@ class BatchedELBO(ELBO):
         retain_graph: passed to ``backward``.
 
     Raises:
-        ValueError: when a site cannot be handled, or its ``log_prob`` was broadcast.
+        ValueError: for arguments out of range; when called, where a site cannot be handled or its
+            ``log_prob`` was broadcast, or for a guide that has no use for the curvature.
         RuntimeError: when model or guide cannot run under ``vmap``, with a curvature that needs it.
 
     Warns:
@@ -75,17 +76,15 @@ class BatchedELBO(ELBO):
             say): a step then takes S runs.
 
     Example:
-        >>> import torch, pyro, pyro.distributions as dist
-        >>> from pyro.infer import SVI
-        >>> from pyro.infer.autoguide import AutoMultivariateNormal
-        >>> def model(X, y):
-        ...     w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        >>> import torch, pyro, pyro.distributions as dist, pyro_ngvi as ngvi
+        >>> def model(y):
+        ...     mu = pyro.sample("mu", dist.Normal(0.0, 10.0))
         ...     with pyro.plate("data", len(y)):
-        ...         pyro.sample("y", dist.Bernoulli(logits=X @ w), obs=y)
-        >>> guide, adam = AutoMultivariateNormal(model), pyro.optim.Adam({"lr": 0.01})
-        >>> svi = SVI(model, guide, adam, loss=BatchedELBO(num_particles=8))
-        >>> isinstance(svi.step(torch.eye(2), torch.ones(2)), float)
-        True
+        ...         pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
+        >>> guide = ngvi.AutoFullRankNormal(model)
+        >>> svi = pyro.infer.SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
+        >>> round(svi.step(torch.tensor([1.0, 2.0, 3.0])), 2)  # where this guide starts: -log p(y)
+        6.63
     """
 
     def __init__(
@@ -114,14 +113,14 @@ class BatchedELBO(ELBO):
         self._drawn: Drawn | None = None  # what lasts of the curvature from step to step
 
     def loss(self, model: Program, guide: Program, *args: Any, **kwargs: Any) -> float:
-        """An estimate of the negative ELBO, as a number and without gradients."""
+        """An estimate of the negative ELBO in nats, a number, without gradients."""
         with torch.no_grad():
             loss = self.differentiable_loss(model, guide, *args, **kwargs)
         warn_if_nan(loss, "loss")
         return float(loss)
 
     def loss_and_grads(self, model: Program, guide: Program, *args: Any, **kwargs: Any) -> Tensor:
-        """An estimate of the negative ELBO, on its device; adds its gradient to every ``.grad``.
+        """An estimate of the negative ELBO, 0-dim in nats; adds its gradient to every ``.grad``.
 
         Where it raises, no ``.grad`` of a parameter in Pyro's store has changed.
         """
@@ -145,11 +144,11 @@ class BatchedELBO(ELBO):
 
     @property
     def curvature_reasons(self) -> dict[str, str]:
-        """Why latent sites take a slower route to "gauss_newton", known after the first step."""
+        """By latent site, why it takes a slower way to "gauss_newton"; empty before the first step."""
         return {} if self._drawn is None else dict(self._drawn.reasons)
 
     def differentiable_loss(self, model: Program, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """An estimate of the negative ELBO, a scalar with a graph; refused with ``curvature``."""
+        """An estimate of the negative ELBO, 0-dim with a graph; a ValueError with ``curvature``."""
         if self.curvature is not None and torch.is_grad_enabled():
             raise ValueError(
                 f"BatchedELBO(curvature={self.curvature!r}) leaves its curvature in loss_and_grads "

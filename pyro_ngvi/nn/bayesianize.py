@@ -98,12 +98,13 @@ class BayesianModule(nn.Module):
 
     Raises:
         ValueError: for modules that :mod:`pyro_ngvi.nn.weights` lists or without parameters to sample,
-            a parameter without prior; when called for shapes, or a ``num_data``, that do not fit.
+            a parameter without prior, arguments out of range, a ``noise`` of another likelihood; when
+            called, for shapes, numbers of examples or a ``num_data`` that do not fit.
+        TypeError: when called, for a likelihood, prior or noise that is no distribution of Pyro.
 
     Example:
-        >>> import torch
+        >>> import torch, pyro_ngvi as ngvi
         >>> from pyro.infer import SVI
-        >>> import pyro_ngvi as ngvi
         >>> net = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
         >>> model = ngvi.nn.bayesianize(net, "categorical", num_data=100)
         >>> list(model.sites)
@@ -155,7 +156,7 @@ class BayesianModule(nn.Module):
 
     @property
     def sites(self) -> dict[str, torch.Size]:
-        """The sampled parameters: name and shape."""
+        """The sampled parameters: name and shape, which is the event shape of the site."""
         return {name: self.module.get_parameter(name).shape for name in self._priors}
 
     def forward(self, x: Any, y: Tensor | None = None, index: Tensor | None = None) -> Tensor:

@@ -35,17 +35,14 @@ _active: ContextVar[_LocalDraws | None] = ContextVar("_active", default=None)
 class LocalModel:
     r"""``model``, with draws for every datum in each of its Walsh-Hadamard layers.
 
-    The result takes the place of the model in ``SVI`` and has the same latent sites:
-
-        SVI(local_reparameterization(model, guide), guide, optim, loss)
-
-    While gradients are recorded and the guide gives the value of a layer's site "g", every datum, an
-    entry of the first dimension of the layer's input, gets a draw of its own from q(g), the same at
-    each call of the layer; "bias" likewise, where the guide does not correlate it with other sites.
-    Otherwise (evaluation, prediction, curvature) all data share the values of the sites.  The ELBO
-    and its expected gradient are those of the model.  Where the prior of g is independent normals, a
-    factor of mean zero, "<site>_kl", puts the closed form of KL(q(g) || p(g)) in the place of
-    log q(g) - log p(g).  Hand the model itself to ``khat``, ``to_arviz`` and ``Predictive``.
+    The result takes the place of the model in ``SVI`` and has the same latent sites.  While gradients
+    are recorded and the guide gives the value of a layer's site "g", every datum, an entry of the first
+    dimension of the layer's input, gets a draw of its own from q(g), the same at each call of the
+    layer; "bias" likewise, where the guide does not correlate it with other sites.  Otherwise
+    (evaluation, prediction, curvature) all data share the values of the sites.  The ELBO and its
+    expected gradient are those of the model.  Where the prior of g is independent normals, a factor of
+    mean zero, "<site>_kl", puts the closed form of KL(q(g) || p(g)) in the place of log q(g) - log
+    p(g). Hand the model itself to ``khat``, ``to_arviz`` and ``Predictive``.
 
     Not near the optimum of a family that nearly holds the posterior, where sticking the landing lets
     the noise of log q cancel that of the likelihood at the shared draw alone.  Nor for a likelihood
@@ -58,13 +55,13 @@ class LocalModel:
             guide of this package, or an ``AutoGuideList`` where it is the only site of one.
 
     Raises:
+        TypeError: for a guide that is no autoguide, or a model that is one.
         ValueError: when the model is run, for a site that the guide lacks or correlates with others,
             vectorised particles, and inputs of a layer that do not say what a datum is.
 
     Example:
-        >>> import pyro, torch, pyro.distributions as dist
+        >>> import pyro, torch, pyro.distributions as dist, pyro_ngvi as ngvi
         >>> from pyro.infer import SVI
-        >>> import pyro_ngvi as ngvi
         >>> class Regression(pyro.nn.PyroModule):
         ...     def __init__(self):
         ...         super().__init__()

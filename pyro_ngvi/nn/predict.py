@@ -33,12 +33,14 @@ from .bayesianize import BayesianModule
 
 @dataclass(frozen=True)
 class Prediction:
-    """What :func:`predict` returns, for n examples and S draws of the weights.
+    """What :func:`predict` returns, for n examples and S draws of the weights; its example shows one.
 
-    ``mean`` is the predictive mean of y, (n, ...); for classes their probabilities, (n, ..., K).
-    ``sd`` is the predictive sd of y in the same shape; for classes that of the indicator.
-    ``log_density`` (n,) is log p(y | x) in nats, or None without y. ``draws`` (S, n, ...) are the
-    means at each draw of the weights, or None.
+    Attributes:
+        mean: predictive mean of y, (n, ...); for classes their probabilities, (n, ..., K).
+        sd: predictive sd of y in the same shape, sd^2 = mean_s Var[y | x, w_s] + var_s E[y | x, w_s];
+            for classes that of the indicator.
+        log_density: log p(y | x) ~ log mean_s p(y | x, w_s), (n,) in nats, or ``None`` without y.
+        draws: the means at each draw of the weights, (S, n, ...), or ``None``.
     """
 
     mean: Tensor
@@ -74,21 +76,23 @@ def predict(
         seed: makes the result repeatable and leaves the global random state as it was.
 
     Raises:
-        TypeError: when ``model`` was not made by :func:`bayesianize`.
+        TypeError: when ``model`` was not made by :func:`bayesianize`, or x is no tensor but an array.
         ValueError: when there is no batch, when the guide was never called or is one of another
-            model, or when y fits neither the batches nor the likelihood and its support.
+            model, when y fits neither the batches nor the likelihood and its support, or the
+            likelihood has no mean and variance.
 
     Example:
-        >>> import torch
-        >>> import pyro_ngvi as ngvi
-        >>> model = ngvi.nn.bayesianize(torch.nn.Linear(2, 1), "normal", num_data=4, noise=0.5)
-        >>> x, y = torch.randn(4, 2), torch.randn(4)
+        >>> import torch, pyro_ngvi as ngvi
+        >>> net = torch.nn.Linear(1, 1, bias=False)
+        >>> model = ngvi.nn.bayesianize(net, "normal", num_data=3, noise=1.0)
+        >>> x, y = torch.ones(3, 1), torch.tensor([1.0, 2.0, 3.0])
         >>> guide = ngvi.AutoMeanFieldNormal(model)
-        >>> guide(x, y).keys()
-        dict_keys(['weight', 'bias'])
-        >>> prediction = predict(model, guide, x, y, num_samples=50)
-        >>> prediction.mean.shape, prediction.sd.shape, prediction.log_density.shape
-        (torch.Size([4]), torch.Size([4]), torch.Size([4]))
+        >>> weights = guide(x, y)  # starts at the posterior, N(6 / 4, 1 / 4)
+        >>> prediction = predict(model, guide, x, y, num_samples=2000, seed=0)
+        >>> prediction.mean[0].round(decimals=1), prediction.sd[0].round(decimals=1)
+        (tensor(1.5000), tensor(1.1000))
+        >>> prediction.log_density.round(decimals=1)  # of N(1.5, 1 + 1 / 4) at y
+        tensor([-1.1000, -1.1000, -1.9000])
     """
     if not isinstance(model, BayesianModule):
         raise TypeError(

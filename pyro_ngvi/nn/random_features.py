@@ -37,7 +37,7 @@ class RandomFourierFeatures(PyroModule):
 
     Args:
         in_features, num_features: m and R.
-        lengthscale: a positive number, or a tensor (in_features,); by default sqrt(m) / 2, as in the
+        lengthscale: l, a positive number, or a tensor (in_features,); by default sqrt(m) / 2, as in the
             code of these papers, for standardised x.
         ard: a length-scale for every input.
         variance: s^2, a positive number.
@@ -45,8 +45,8 @@ class RandomFourierFeatures(PyroModule):
         device, dtype: as for ``nn.Linear``.
 
     Raises:
-        ValueError: for a length-scale or variance that is not positive; when called, for an x whose
-            last dimension is not m.
+        ValueError: for a length-scale or variance that is not positive, R < 1; when called, for an x
+            whose last dimension is not m.
 
     Example:
         >>> import torch

@@ -53,15 +53,14 @@ class WalshHadamardLinear(PyroModule):
         device, dtype: as for ``nn.Linear``.
 
     Raises:
-        ValueError: for ``square`` with several outputs; when called, for an x whose last dimension is
-            not m.
+        ValueError: for ``square`` with several outputs, m, n or a ``weight_sd`` out of range; when
+            called, for an x whose last dimension is not m.
 
     Example:
-        >>> import pyro, torch, pyro.distributions as dist
+        >>> import pyro, torch, pyro.distributions as dist, pyro_ngvi as ngvi
         >>> from pyro.nn import PyroModule
         >>> from pyro.infer import SVI
         >>> from pyro.infer.autoguide import init_to_sample
-        >>> import pyro_ngvi as ngvi
         >>> class Net(PyroModule):
         ...     def __init__(self):
         ...         super().__init__()

@@ -142,12 +142,10 @@ class AIFVB(IFVB):
     gradients are exact: averaging only delays there.
 
     Example:
-        >>> import pyro, torch, pyro.distributions as dist
+        >>> import pyro, torch, pyro.distributions as dist, pyro_ngvi as ngvi
         >>> from pyro.infer import SVI, Trace_ELBO
         >>> from pyro.infer.autoguide import AutoNormal
-        >>> import pyro_ngvi as ngvi
-        >>> def model():
-        ...     pyro.sample("x", dist.Normal(3.0, 2.0))
+        >>> model = lambda: pyro.sample("x", dist.Normal(3.0, 2.0))
         >>> guide = AutoNormal(model)
         >>> optim = ngvi.AIFVB(guide)
         >>> svi = SVI(model, guide, optim, Trace_ELBO(4, vectorize_particles=True))

@@ -287,7 +287,7 @@ class NaturalGradientOptim(PyroOptim):
         )
 
     def report(self, path: str | None = None) -> StepReport:
-        """What the last step did; waits for the device.
+        """A :class:`~pyro_ngvi.optim.rule.StepReport` of the last step; waits for the device.
 
         ``path`` names a part of an ``AutoGuideList`` ("0", "1", ...); by default the only part.
         """

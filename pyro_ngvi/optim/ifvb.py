@@ -94,12 +94,10 @@ class IFVB(NaturalGradientOptim):
         ValueError: for arguments out of range; at the first step for a guide without scores.
 
     Example:
-        >>> import pyro, torch, pyro.distributions as dist
+        >>> import pyro, torch, pyro.distributions as dist, pyro_ngvi as ngvi
         >>> from pyro.infer import SVI, Trace_ELBO
         >>> from pyro.infer.autoguide import AutoMultivariateNormal
-        >>> import pyro_ngvi as ngvi
-        >>> def model():
-        ...     pyro.sample("x", dist.Normal(torch.tensor([3.0, -1.0]), 2.0).to_event(1))
+        >>> model = lambda: pyro.sample("x", dist.Normal(torch.tensor([3.0, -1.0]), 2.0).to_event(1))
         >>> guide = AutoMultivariateNormal(model)
         >>> optim = ngvi.IFVB(guide)
         >>> svi = SVI(model, guide, optim, Trace_ELBO(4, vectorize_particles=True))
@@ -234,8 +232,7 @@ class IFVB(NaturalGradientOptim):
     def use_average(self) -> UsingAverage:
         """Put the averages of the iterates into the guide; in a ``with`` statement, for a while.
 
-        Raises:
-            RuntimeError: before the first step, and without averaging.
+        A RuntimeError before the first step, and without averaging.
         """
         blocks = [(path, b) for path, b in self._blocks() if not (b.holds_average and b.averaged)]
         averages = [(b.natural_params(), self._states.get(p, {}).get("average")) for p, b in blocks]

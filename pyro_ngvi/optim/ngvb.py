@@ -98,11 +98,9 @@ class NGVB(NaturalGradientOptim):
             does not have, or (at a step) parameters that nobody trains.
 
     Example:
-        >>> import pyro, torch, pyro.distributions as dist
+        >>> import pyro, torch, pyro.distributions as dist, pyro_ngvi as ngvi
         >>> from pyro.infer import SVI, Trace_ELBO
-        >>> import pyro_ngvi as ngvi
-        >>> def model():
-        ...     pyro.sample("x", dist.Normal(3.0, 2.0))
+        >>> model = lambda: pyro.sample("x", dist.Normal(3.0, 2.0))
         >>> guide = ngvi.AutoMeanFieldNormal(model)
         >>> optim = ngvi.NGVB(guide)
         >>> svi = SVI(model, guide, optim, Trace_ELBO(4, vectorize_particles=True))
@@ -152,8 +150,7 @@ class NaturalGradient(NaturalGradientOptim):
     Example:
         >>> import pyro, pyro.distributions as dist, pyro_ngvi as ngvi
         >>> from pyro_ngvi.optim.natural_gradient import NaturalGradientRule
-        >>> def model():
-        ...     pyro.sample("x", dist.Normal(3.0, 2.0))
+        >>> model = lambda: pyro.sample("x", dist.Normal(3.0, 2.0))
         >>> guide = ngvi.AutoMeanFieldNormal(model, init_loc_fn=ngvi.guides.init_to_center)
         >>> optim = ngvi.optim.NaturalGradient(guide, NaturalGradientRule)
         >>> svi = pyro.infer.SVI(model, guide, optim, ngvi.BatchedELBO(8))

@@ -188,9 +188,8 @@ class NoisyKFAC(NaturalGradientOptim):
         RuntimeError: at a step whose loss left no factors.
 
     Example:
-        >>> import torch
+        >>> import torch, pyro_ngvi as ngvi
         >>> from pyro.infer import SVI
-        >>> import pyro_ngvi as ngvi
         >>> _ = torch.manual_seed(0)
         >>> x = torch.randn(100, 2)
         >>> y = x[:, 0] * x[:, 1]

@@ -104,7 +104,7 @@ class Rule(ABC):
         ...     def step(self, params, grads, state):
         ...         G = self.family.natural_gradient(params, self.family.pull(params, grads))
         ...         length = 0.5 * self.family.fisher_norm(params, G)
-        ...         new = self.family.retract(params, G, -0.5)
+        ...         new = self.family.retract(params, G, -0.5)  # along -G / 2
         ...         return ngvi.optim.Step(new, length, gain=torch.tensor(0.5))
         >>> rule = Halfway(ngvi.families.MeanFieldNormal())
         >>> params = rule.family.init(torch.zeros(1), 1.0)
@@ -195,8 +195,7 @@ class Rule(ABC):
 class Averaging(Protocol):
     """Weights w_j of an average sum_j w_j x_j / sum_j w_j of the iterates.
 
-    x_j holds the parameters as they are stored: log sds, Cholesky factors; rotations have Riemannian
-    means.  Ready-made: :class:`Tail`, :class:`LogPower`.
+    x_j holds parameters as stored (log sds, Cholesky factors); of rotations Riemannian means are taken.
 
     Example:
         >>> class Even:  # w_j = 1, for NGVB(guide, averaging=Even())

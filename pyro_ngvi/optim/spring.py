@@ -141,9 +141,8 @@ class SPRING(NaturalGradientOptim):
         RuntimeError: at a step, for a loss without ``curvature="scores"``; a ValueError with S = 1.
 
     Example:
-        >>> import pyro, torch, pyro.distributions as dist
+        >>> import pyro, torch, pyro.distributions as dist, pyro_ngvi as ngvi
         >>> from pyro.infer import SVI
-        >>> import pyro_ngvi as ngvi
         >>> def model():
         ...     v = pyro.sample("v", dist.Normal(0.0, 3.0))
         ...     pyro.sample("x", dist.Normal(torch.zeros(2), (v / 2).exp()).to_event(1))

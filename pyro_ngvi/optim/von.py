@@ -149,9 +149,8 @@ class VON(NaturalGradientOptim):
         RuntimeError: at a step whose loss left no curvature; the message names the loss to pass.
 
     Example:
-        >>> import pyro, torch, pyro.distributions as dist
+        >>> import pyro, torch, pyro.distributions as dist, pyro_ngvi as ngvi
         >>> from pyro.infer import SVI
-        >>> import pyro_ngvi as ngvi
         >>> def model(y):
         ...     mu = pyro.sample("mu", dist.Normal(0.0, 10.0))
         ...     with pyro.plate("data", len(y)):

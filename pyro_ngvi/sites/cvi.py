@@ -216,9 +216,11 @@ class SweepReport(StepReport):
 class CVI(NaturalGradientOptim):
     """Conjugate-computation VI: an optimizer for ``pyro.infer.SVI`` that steps the sites of AutoSites.
 
+        lambda_n <- (1 - b) lambda_n + b grad_mu_n E_q log p(y_n | f_n),   b at most ``lr``.
+
     The loss must be :class:`~pyro_ngvi.SitesELBO`.  One step with all data is a sweep; some ten usually
     do.  ``report()`` says how far the last one went (in float32 rounding below about 0.1).  Other
-    guides take :class:`~pyro_ngvi.NGVB`.  Equations: :mod:`pyro_ngvi.sites.cvi`.
+    guides take :class:`~pyro_ngvi.NGVB`.  Symbols: :mod:`pyro_ngvi.sites.cvi`.
 
     Args:
         guide: an :class:`~pyro_ngvi.AutoSites`, or an ``AutoGuideList`` that contains one.
@@ -231,7 +233,7 @@ class CVI(NaturalGradientOptim):
         ValueError: for a guide without ``AutoSites``, or ``lr`` out of range.
         RuntimeError: at a step, for another loss.
 
-    Example: see :class:`~pyro_ngvi.AutoSites`.
+    Example: see :class:`~pyro_ngvi.SitesELBO` and :class:`~pyro_ngvi.AutoSites`.
     """
 
     accepts: ClassVar[tuple[str | None, ...]] = ("sites",)
@@ -316,7 +318,7 @@ class CVI(NaturalGradientOptim):
         return self._whole and not self._has_others
 
     def report(self, path: str | None = None) -> SweepReport:
-        """What the last step did.  Waits for the device, so do not call it at every step on a GPU."""
+        """A ``StepReport``, with ``damped`` steps so far and ``left`` sites at this one; it waits."""
         plain = super().report(path)
         state = self._states[next(iter(self._reports)) if path is None else path]
         damped, left = (int(state[name].item()) for name in ("damped", "left"))
