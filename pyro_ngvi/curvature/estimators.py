@@ -119,12 +119,12 @@ class Drawn:
         return max(1, min(len(self.draws), COLUMNS // (columns or self.draws.shape[1])))
 
     def each(self, function: Callable[[Tensor], Tensor], columns: int | None = None) -> Tensor:
-        """``function`` of each draw (d,), as many at a time as fit."""
+        """(S, ...), ``function`` of each draw (d,), which makes ``columns`` runs of the model, or d."""
         chunk = self.at_a_time(columns)
         return vmap(function, chunk_size=chunk, randomness="same")(self.draws)
 
     def average(self, function: Callable[[Tensor], Tensor], columns: int | None = None) -> Tensor:
-        """The mean over the draws of ``function`` of one draw (d,); ``columns`` as above."""
+        """The mean over the draws of ``function`` of one draw (d,); ``columns`` as in :meth:`each`."""
         return self.each(function, columns).mean(0)
 
     def potential(self, t: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ def wrap(
         ...     mu = pyro.sample("mu", dist.Normal(0.0, 10.0))
         ...     with pyro.plate("data", len(y)):
         ...         pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
-        >>> guide = ngvi.AutoFullRankNormal(model)
+        >>> guide = ngvi.AutoFullRankNormal(model, init_loc_fn=ngvi.guides.init_to_center)  # at 0
         >>> svi = pyro.infer.SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
         >>> svi = ngvi.distributed.wrap(svi, plates=["data"])
         >>> y = ngvi.distributed.shard(torch.tensor([1.0, 2.0, 3.0, 4.0]))

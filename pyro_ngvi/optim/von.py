@@ -155,7 +155,7 @@ class VON(NaturalGradientOptim):
         ...     mu = pyro.sample("mu", dist.Normal(0.0, 10.0))
         ...     with pyro.plate("data", len(y)):
         ...         pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
-        >>> guide = ngvi.AutoFullRankNormal(model)
+        >>> guide = ngvi.AutoFullRankNormal(model, init_loc_fn=ngvi.guides.init_to_center)  # at 0
         >>> loss = ngvi.BatchedELBO(8, curvature="hessian")
         >>> svi = SVI(model, guide, ngvi.optim.VON(guide), loss)
         >>> for _ in range(60):
