@@ -19,7 +19,7 @@ from ..runtime.store import ModuleParams, OwnName
 
 
 def remember_arguments(guide: Callable[..., Any]) -> Callable[..., Any]:
-    """A guide function that remembers the arguments of its last call, ``(args, kwargs)`` or ``None``.
+    """A guide function with the arguments of its last call in ``last_call``: a pair, or ``None``.
 
     Optimizers that call a guide on their own (:class:`~pyro_ngvi.IFVB`) need them.  Guides that are
     modules are watched without it.  Give the wrapped function to the optimizer *and* to SVI.

@@ -41,8 +41,8 @@ class LocalModel:
     layer; "bias" likewise, where the guide does not correlate it with other sites.  Otherwise
     (evaluation, prediction, curvature) all data share the values of the sites.  The ELBO and its
     expected gradient are those of the model.  Where the prior of g is independent normals, a factor of
-    mean zero, "<site>_kl", puts the closed form of KL(q(g) || p(g)) in the place of log q(g) - log
-    p(g). Hand the model itself to ``khat``, ``to_arviz`` and ``Predictive``.
+    mean zero, "<site>_kl", puts the closed form of KL(q(g) || p(g)) in the place of log q(g) -
+    log p(g).  Hand the model itself to ``khat``, ``to_arviz`` and ``Predictive``.
 
     Not near the optimum of a family that nearly holds the posterior, where sticking the landing lets
     the noise of log q cancel that of the likelihood at the shared draw alone.  Nor for a likelihood

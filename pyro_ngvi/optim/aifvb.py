@@ -190,7 +190,8 @@ class AIFVB(IFVB):
             num_hessians: repetitions of the Hessian by differences, 2 D gradients each.
 
         Returns:
-            Its ``matrix`` (D, D), ``average`` and ``stddev``, by name and both unconstrained.
+            An object with C as ``matrix`` (D, D), the ``average``, and the roots of C's diagonal,
+            ``stddev``; these two are dicts by parameter name, unconstrained.
 
         Raises:
             RuntimeError: before the first step.

@@ -185,8 +185,8 @@ class IVON(_Preset):
     Args:
         guide: an ``AutoMeanFieldNormal``.
         lr, curvature_lr, momentum, further: those of :class:`~pyro_ngvi.optim.VON`, which says what is
-            refused; by default as in :class:`VOGN`, with a ``trust_radius`` r of 1.  The published
-            b = 1e-5 never learns a variance on a small problem.
+            refused; by default as in :class:`VOGN`, with a ``trust_radius`` r of 1 (sds); ``damping``
+            has no effect.  The published b = 1e-5 never learns a variance on a small problem.
 
     Not for guides with correlations (:class:`~pyro_ngvi.optim.VON`, :class:`~pyro_ngvi.NGVB`).
 

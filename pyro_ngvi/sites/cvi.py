@@ -318,7 +318,7 @@ class CVI(NaturalGradientOptim):
         return self._whole and not self._has_others
 
     def report(self, path: str | None = None) -> SweepReport:
-        """A ``StepReport``, with ``damped`` steps so far and ``left`` sites at this one; it waits."""
+        """As that of NGVB, with ``damped`` steps so far and sites ``left`` at this step; it waits."""
         plain = super().report(path)
         state = self._states[next(iter(self._reports)) if path is None else path]
         damped, left = (int(state[name].item()) for name in ("damped", "left"))

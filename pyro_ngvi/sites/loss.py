@@ -84,7 +84,8 @@ class SitesELBO(ELBO):
         ELBO = log Z + sum_n w_n (E_q log p(y_n | f_n) - E_q log t_n(f_n)),
 
     log Z = log int p(z) prod_n t_n(f_n) dz, t_n the sites, w_n 1 or N / B in a minibatch of B, and
-    E_q log p by quadrature.  ``loss_and_grads`` leaves on the guide what :class:`~pyro_ngvi.CVI` needs.
+    E_q log p by quadrature; where minibatches learn the prior see :mod:`pyro_ngvi.sites.loss`.
+    ``loss_and_grads`` leaves on the guide what :class:`~pyro_ngvi.CVI` needs.
 
     Args:
         num_particles: draws of latent sites of other guides in an ``AutoGuideList``; without such
