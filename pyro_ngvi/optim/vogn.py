@@ -33,6 +33,8 @@ class DiagonalRule(VONRule):
 class IVONRule(DiagonalRule):
     """VON with a trust region in the step of the mean, entry by entry."""
 
+    unused = ("damping",)
+
     def _mean_step(
         self, params: Tensors, gradient: Tensor, state: State, a: Tensor, curvature: Tensors
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -49,6 +51,8 @@ class IVONRule(DiagonalRule):
 class VadamRule(DiagonalRule):
     """VON with the square root of Adam in the step of the mean."""
 
+    unused = ("damping",)
+
     def _move(
         self, params: Tensors, m: Tensor, a: Tensor, k: Tensor, curvature: Tensors
     ) -> tuple[Tensor, Tensor]:
@@ -62,6 +66,8 @@ class VadamRule(DiagonalRule):
 
 class SLANGRule(VONRule):
     """VON for a factor precision, whose step keeps what rank L can hold."""
+
+    unused = ("safe",)
 
     def refuses(self, family: Any) -> str | None:
         if isinstance(family, FactorPrecisionNormal):
@@ -185,8 +191,8 @@ class IVON(_Preset):
     Args:
         guide: an ``AutoMeanFieldNormal``.
         lr, curvature_lr, momentum, further: those of :class:`~pyro_ngvi.optim.VON`, which says what is
-            refused; by default as in :class:`VOGN`, with a ``trust_radius`` r of 1 (sds); ``damping``
-            has no effect.  The published b = 1e-5 never learns a variance on a small problem.
+            refused; by default as in :class:`VOGN`, with a ``trust_radius`` r of 1 (sds), and no
+            ``damping``.  The published b = 1e-5 never learns a variance on a small problem.
 
     Not for guides with correlations (:class:`~pyro_ngvi.optim.VON`, :class:`~pyro_ngvi.NGVB`).
 

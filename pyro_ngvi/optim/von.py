@@ -61,8 +61,12 @@ class VONRule(Rule):
     damping: float = 0.0
     trust_radius: float = torch.inf
     averaging: Averaging | None = None
+    unused: ClassVar[tuple[str, ...]] = ()  # fields that a preset has no place for
 
     def __post_init__(self) -> None:
+        for name in self.unused:
+            value, only = getattr(self, name), getattr(VONRule, name)
+            require(value == only, name, f"be {only} for {type(self).__name__[:-4]}", value)
         require_rate("lr", self.lr)
         require_rate("curvature_lr", self.curvature_lr)
         require(0.0 <= self.momentum < 1.0, "momentum", "lie in [0, 1)", self.momentum)
