@@ -350,7 +350,7 @@ def test_a_loss_without_the_curvature_is_refused(make, guide_class, kind):
         (lambda g: ngvi.optim.IVON(g, damping=0.1), "damping must be 0.0 for IVON, got 0.1"),
         (lambda g: ngvi.optim.Vadam(g, damping=0.1), "damping must be 0.0 for Vadam"),
         (
-            lambda g: ngvi.optim.SLANG(ngvi.AutoFactorPrecision(network, rank=1), safe=False),
+            lambda g: ngvi.optim.SLANG(ngvi.AutoFactorPrecision(network, 1), 0.1, safe=False),
             "safe must be True for SLANG",
         ),
         (lambda g: ngvi.optim.VON(ngvi.AutoFactorNormal(network, 1)), "AutoMeanFieldNormal"),
