@@ -5,12 +5,9 @@ where importance weights see nothing (Wang, Kasprzak & Huggins, "A targeted accu
 variational approximations", AISTATS 2023).  With x_0 the draws, x_T those after T steps, and rho their
 correlation, an entry whose chain is linear has
 
-    E x_T - mu = rho (E x_0 - mu),    Var x_T - v = rho^2 (Var x_0 - v),
+    E x_T - mu = rho (E x_0 - mu),    Var x_T - v = rho^2 (Var x_0 - v),                             (1)
 
-mu and v of the posterior.  So the errors of the guide are estimated by
-
-    mu - E x_0 = (E x_T - E x_0) / (1 - rho),    v - Var x_0 = (Var x_T - Var x_0) / (1 - rho^2).    (1)
-
+mu and v of the posterior, for which :func:`diagnose` solves.
 """
 
 from __future__ import annotations
@@ -60,9 +57,15 @@ class Diagnosis:
             they are others: mean and sd of x hardly see how much of the mass lies near 0.
         khat: what importance weights say.
         accepted: share of trajectories that were accepted, after adaptation; NaN without chains.
-        modes: how many modes of a mixture, apart from each other, have chains of their own.  ``sites``
-            are those of each then, (modes, ...), in its sds, and weights judge the shares of modes.
+        modes: of a mixture, how many have chains of their own; ``sites`` are then (modes, ...).
         exact: of a hierarchy that corrected draws have judged, not chains, their guide and weights.
+
+    Example:
+        >>> import pyro, pyro.distributions as dist, pyro_ngvi as ngvi
+        >>> model, guide = (lambda m=m: pyro.sample("z", dist.Normal(m, 1.0)) for m in (0.0, 0.5))
+        >>> found = ngvi.diagnose(model, guide)
+        >>> found.decision, found.sites["z"].mean.round(decimals=1), 0.7 < found.accepted <= 1.0
+        ('resample', tensor(-0.5...), True)
     """
 
     sites: dict[str, Moved]
@@ -79,8 +82,7 @@ class Diagnosis:
 
     @property
     def corrected(self) -> Corrected | None:
-        """Corrected draws, where errors of a third of the bounds are seen, and no other mode, and these
-        may be taken."""
+        """Corrected draws of a hierarchy, where a third of the bounds is exceeded, or ``None``."""
         apart = self.khat.other_modes or self._missed
         if self.exact is None or apart or (self.ok and not self.is_rough):
             return None
@@ -95,9 +97,8 @@ class Diagnosis:
 
     @property
     def decision(self) -> str:
-        """ "intervals" where all sites are good, no mode was missed, and weights are not so heavy that
-        something must be unseen; else "resample", "unusable", or "unclear", as where modes are known
-        of which the guide holds nothing."""
+        """ "intervals" where all sites are good, no mode was missed, and no weights are so heavy that
+        something must be unseen; else "resample", "unusable", or "unclear"."""
         weights = self.khat
         if weights.other_modes:
             lost = self._missed or self._of_modes_held.decision == "unusable"
@@ -126,8 +127,7 @@ class Diagnosis:
 
     @property
     def _light(self) -> bool:
-        """Whether weights leave it to the chains: reliable ones move nothing beyond the bounds, others
-        are not so heavy or uneven that something must be unseen."""
+        """Whether reliable weights move nothing beyond the bounds, or others are even enough."""
         weights = self.khat
         if self.integrated or self.modes > 1:
             return self.integrated or weights.ok
@@ -241,24 +241,27 @@ def diagnose(
     """Whether to believe a trained guide, by short chains from its draws: bounds on errors of means and
     sds of every site, as it is and unconstrained, where k-hat tells of the joint distribution alone.
 
-    When not to use it: models whose gradient costs too much for ``16 * num_steps`` of them, for all
-    chains at once, and posteriors with several modes, between which short chains do not go; of those of
-    an :class:`~pyro_ngvi.AutoMixtureNormal` each has its chains, and k-hat judges their shares.  Nor do
-    they go down the neck of a funnel: that a guide lacks it may not be seen.  An
-    :class:`~pyro_ngvi.AutoHierarchical` is judged by :func:`~pyro_ngvi.diagnostics.corrected` draws in
-    place of chains where these can be relied on, which see such necks.
+    Hamiltonian Monte Carlo of T steps leads draws x_0 to x_T; with rho their correlation, cut to
+    [0, 0.7], an entry of the posterior has (Wang, Kasprzak & Huggins 2023, AISTATS, for the idea)
+
+        mean = E x_0 + (E x_T - E x_0) / (1 - rho),   Var = Var x_0 + (Var x_T - Var x_0) / (1 - rho^2).
+
+    Not where ``16 * num_steps`` gradients for all chains at once cost too much, nor for several modes,
+    between which short chains do not go (those of an :class:`~pyro_ngvi.AutoMixtureNormal` have their
+    own, and k-hat judges their shares), nor for the neck of a funnel.  An
+    :class:`~pyro_ngvi.AutoHierarchical` is judged by :func:`~pyro_ngvi.diagnostics.corrected` draws
+    where these can be relied on, which see such necks.
 
     Args:
         model: the Pyro model.
         guide: any trained Pyro guide of it.
         args: those of both, and ``kwargs``: the full data.
-        num_chains: draws of the guide at which chains start; four times as many start once more where
-            these leave a site undecided.
-        num_steps: T, of which the first four adapt the length of leaps.
+        num_chains: at least 50; four times as many start where these leave a site undecided.
+        num_steps: T, at least 5, of which the first four adapt the length of leaps.
         seed: makes the result repeatable; ``None`` for the global random state.
 
     Raises:
-        ValueError: as :func:`pyro_ngvi.khat`; for fewer than 50 chains.
+        ValueError: as :func:`pyro_ngvi.khat`; for fewer than 50 chains or 5 steps; of minibatches.
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist

@@ -37,51 +37,53 @@ BOUNDS = f"the bounds are {COARSE_MEAN} sd and {100 * np.expm1(COARSE_SD):.0f} %
 
 @dataclass(frozen=True)
 class KHat:
-    r"""A guide's importance weights p(data, z) / q(z) and what they say.
+    r"""Importance weights w_s of a guide's draws z_s, s = 1..S, and what they say:
 
-    ``decision`` is one of
+        w_s propto p(data, z_s) / q(z_s),  sum_s w_s = 1;  P(w > u + x | w > u) = (1 + k x / s)^(-1/k),
+
+    the largest of them, above u, being Pareto distributed with shape k.  ``decision`` is one of
 
     * ``"intervals"``: means, sds and intervals of the draws may be taken as they are: two standard
       errors included, smoothed weights move no mean by more than 0.3 sds and no sd by more than 30 %;
     * ``"resample"``: take resampled draws, as ``to_arviz(..., resample="psis")`` gives;
     * ``"unusable"``: neither can be relied on;
-    * ``"unclear"``: the search for the guide's start found other modes of comparable mass, and the
-      verdict is of one of them; or there is a ``doubt``.
+    * ``"unclear"``: the guide lacks modes of comparable mass that are known, or there is a ``doubt``.
 
-    A good k-hat says that weighted draws can be relied on, *not* that the draws can.
+    A good k-hat says that weighted draws can be relied on, *not* that the draws can. With hundreds of
+    latents it refuses guides whose single marginals are good. Sites are judged one by one: sums and
+    predictions of a mean-field guide may be worse. A mode is not seen where neither the guide, nor its
+    mirror images, nor enough draws of the prior go. Near its bounds the ``seed`` may decide.
 
-    When not to use it: it judges the joint posterior, so with hundreds of latents it refuses guides
-    whose single marginals are good, and the latent and deterministic sites one by one: sums and
-    predictions of a mean-field guide may be worse. It cannot see a mode where neither the guide, nor
-    its mirror images, nor enough draws of the prior go. Near its bounds another ``seed`` may decide
-    otherwise.
-
-    Sources: Vehtari, Simpson, Gelman, Yao & Gabry (2024), "Pareto smoothed importance sampling",
-    JMLR 25(72), section 3; Yao, Vehtari, Simpson & Gelman (2018), "Yes, but did it work?", ICML.
+    Sources: Vehtari et al. (2024), JMLR 25(72), section 3; Yao, Vehtari, Simpson & Gelman (2018), ICML.
 
     Attributes:
-        khat: estimated shape of the tail of the weights, infinite where there is none to estimate.
+        khat: k as estimated, infinite where there is no tail.
         threshold: min(1 - 1/log10(S), 0.7), above which the weights are not to be relied on.
-        ess: 1 / sum_s w_s^2, the number of exact draws that the normalised weights w are worth.
+        ess: 1 / sum_s w_s^2, the number of exact draws that they are worth.
         log_weights: their logarithms, (S,), in nats; S may be 16 times what was asked for.
-        shifts: by latent or deterministic site, what weights would change in each mean and sd.
-        slope: the steepest slope of the ELBO along a latent entry; a fit that had ended has none that
-            stands out of its noise.
+        shifts: by latent or deterministic site, what weights would change in each ``mean``, in sds, and
+            ``log_sd``, with standard errors: four arrays of the site's shape.
+        slope: the steepest slope of the ELBO along a latent entry, in sds: ``name``, ``size``, ...
         missed: nats by which lower bounds on the evidence from draws of the prior exceed the guide's
             own estimate; positive where the guide has missed a mode. ``None``: not known.
         elbo: mean of log p(data, z) - log q(z) over the draws, in nats, and ``elbo_error`` its standard
             error; NaN where only normalised weights were given.
-        tail: the tail of the weights.
-        wanted: how many draws to resample, where those that were asked for are too few or too uneven,
-            and this is of more; else 0.
+        tail: the largest weights.
+        wanted: how many draws to resample, where those asked for are too few or uneven; else 0.
         impossible: where no draw has a weight, which data have no density at any of some.
-        replaced: latent sites whose prior in the model the guide replaces by one of its own
-            (``AutoWalshHadamard``): weights and ``elbo`` are of the model with that prior.
+        replaced: latent sites whose prior here is the guide's own (``AutoWalshHadamard``).
         modes: how many modes of comparable mass the search for the guide's start found, and
             ``modes_held`` how many of these its draws are in.
         mirrored: which mirror image of the draws is a mode of its own, in words; one of ``modes``.
         doubt: why good weights are not enough for this guide, in words, if they are not.
         rounded: by how much rounding puts log p off, in words, if that is more than other errors.
+
+    Example:
+        >>> import pyro, pyro.distributions as dist, pyro_ngvi as ngvi
+        >>> model, wide = (lambda s=s: pyro.sample("z", dist.Normal(0.0, s)) for s in (1.0, 2.0))
+        >>> found = ngvi.khat(model, wide, seed=0)
+        >>> found.decision, found.log_weights.shape, round(float(found.shifts["z"].log_sd), 1)
+        ('resample', (1000,), -0.7)
     """
 
     khat: float
@@ -153,8 +155,8 @@ class KHat:
 
     @property
     def within_bounds(self) -> bool:
-        """Whether smoothed weights move means and sds by no more than the bounds, errors included; of
-        no known sites, whether KL(q || posterior) is as small as that."""
+        """Whether smoothed weights move means by 0.3 sds and sds by 30 % at most, two errors included;
+        of no known sites, whether KL(q || posterior) is as small as that."""
         if not self.shifts:
             return self.kl <= SMALL_KL
         mean, log_sd = self.errors
@@ -173,7 +175,7 @@ class KHat:
 
     @property
     def doubtful(self) -> bool:
-        """Whether k-hat alone doubts weights that are worth half of the draws: more draws may tell."""
+        """Whether k-hat alone doubts weights worth half of the draws: more draws may tell."""
         return self.khat > self.threshold and self.ess >= HALF * len(self.log_weights)
 
     @property

@@ -22,13 +22,21 @@ STUCK = 0.7
 
 @dataclass(frozen=True)
 class Moved(Shift):
-    """What short chains, or weights, say of the entries of a latent site, or its unconstrained ones.
+    """What short chains, or weights, say of the entries of a latent site, or its unconstrained ones:
+    tensors of the site's shape.
 
     Attributes:
-        mean: error of the guide's mean, in sds of the posterior, and ``mean_error`` its standard error,
-            one for each entry.
+        mean: the posterior's mean less the guide's, in sds of the chains' ends, by the equation of
+            :func:`pyro_ngvi.diagnose`, and ``mean_error`` its standard error.
         log_sd: logarithm of the posterior's sd over the guide's, and ``log_sd_error``.
         rho: correlation of the ends of the chains with their starts, 0 of weights.
+
+    Example:
+        >>> import pyro, pyro.distributions as dist, pyro_ngvi as ngvi
+        >>> model, guide = (lambda s=s: pyro.sample("z", dist.Normal(0.0, s)) for s in (1.0, 0.5))
+        >>> moved = ngvi.diagnose(model, guide).sites["z"]
+        >>> moved.is_off, moved.log_sd.exp().round(), moved.exceeds(mean=0.3, log_sd=0.3)
+        (True, tensor(2...), True)
     """
 
     rho: Tensor
@@ -47,7 +55,8 @@ class Moved(Shift):
 
     @property
     def is_good(self) -> bool:
-        """Whether none is, by two standard errors, and all chains have left their starts."""
+        """Whether none is, two standard errors included, and all chains have left their starts (rho <=
+        0.7)."""
         mean, log_sd = self.errors(2.0)
         good = (mean <= COARSE_MEAN) & (log_sd <= COARSE_SD) & (self.rho <= STUCK)
         return bool(good.all())
@@ -122,7 +131,7 @@ def _where(varies: Tensor, found: Moved) -> Moved:
 
 
 def moved(before: Tensor, after: Tensor) -> Moved:
-    """Estimates (1) of :mod:`.diagnosis` from draws (S, ...) of a site and where their chains ended."""
+    """Solutions of (1) of :mod:`.diagnosis` from draws (S, ...) of a site and the ends of chains."""
     S, varies = len(before), (before != before[0]).any(0)
     before, after = before.double(), after.double()
     a, b = before - before.mean(0), after - after.mean(0)

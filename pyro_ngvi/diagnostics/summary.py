@@ -15,22 +15,34 @@ SELECTION = ("var_names", "filter_vars", "coords", "labeller")
 def summary(data: Any, **kwargs: Any) -> Any:
     """``arviz.summary`` of a guide's draws, and under the table whether to believe it.
 
-    R-hat, ESS and the error built on it ask how well a *chain* has mixed; of a guide's independent
-    draws they look perfect, however wrong it is, and are left out.  The line under the table is the
-    verdict that :func:`pyro_ngvi.to_arviz` wrote, also in ``table.attrs["verdict"]``; it judges all
-    latent sites, whatever ``var_names`` shows.
+    R-hat, ESS and the error built on it are left out: of a guide's independent draws they look perfect,
+    however wrong it is.  The line under the table is the verdict that :func:`pyro_ngvi.to_arviz` wrote,
+    also in ``table.attrs["verdict"]``; it judges all latent sites, whatever ``var_names`` shows.
 
-    Where raw draws are not to be taken as they are, two columns say which rows importance weights
-    move by more than 0.3 sds or 30 %: ``mean_shift``, the mean's change in sds, and ``sd_ratio``,
-    the weighted sd over the sd shown; NaN where neither moves that far.  Where the verdict is "not
-    usable", these are hints.
+    Where raw draws are not to be taken as they are, two columns say which rows the normalised weights
+    w_s of the draws x_s move by more than 0.3 sds or 30 %; NaN where neither moves that far:
+
+        mean_shift = (sum_s w_s x_s - mean(x)) / sd_w,     sd_ratio = sd_w / sd(x),
+
+    sd_w that of the weighted draws.  Where the verdict is "not usable", these are hints.
 
     Args:
         data: what :func:`pyro_ngvi.to_arviz` returned, or a :class:`~pyro_ngvi.fitting.Fit`.
         kwargs: of ``arviz.summary``; with ``fmt="xarray"`` there are no columns, and no line.
 
+    Returns:
+        A ``pandas.DataFrame`` with a row for each entry of a site.
+
     Raises:
         ValueError: when ``kind`` is not ``"stats"``, the default, nor begins so.
+
+    Example:
+        >>> import pyro, pyro.distributions as dist, pyro_ngvi as ngvi
+        >>> model = lambda: pyro.sample("z", dist.Normal(0.0, 1.0))
+        >>> shifted = lambda: pyro.sample("z", dist.Normal(0.5, 1.0))
+        >>> table = ngvi.summary(ngvi.to_arviz(model, shifted, seed=0))
+        >>> round(float(table.loc["z", "mean_shift"]), 1), table.attrs["verdict"][:8]
+        (-0.5, 'Resample')
     """
     if hasattr(type(data), "idata"):
         return data.summary(**kwargs)

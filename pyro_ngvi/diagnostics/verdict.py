@@ -53,6 +53,14 @@ def khat(
     data are no more than 5 * 10^7 numbers; and so many of the prior where few suggest that a mode is
     missed. Latent sites marked ``infer={"enumerate": "parallel"}`` and not in the guide are summed out.
 
+    Args:
+        model: the Pyro model.
+        guide: any trained Pyro guide of it.
+        args: those of both, and ``kwargs``: the full data.
+        num_samples: S, at least 25.
+        seed: makes the result repeatable and leaves the global random state as it was.
+        batch_size: draws that the model sees at once; ``None`` for a number that bounds memory.
+
     Raises:
         ValueError: for fewer than 25 draws, a subsampled plate, a guide that is a point mass in
             some latent sites or does not sample the model's latent sites, and data outside the
@@ -66,8 +74,9 @@ def khat(
         ...     pyro.sample("z", dist.Normal(0.0, 0.3))
         >>> khat(model, model, seed=0).decision  # an exact guide: all weights are equal
         'intervals'
-        >>> khat(model, narrow, seed=0).decision
-        'unusable'
+        >>> found = khat(model, narrow, seed=0)
+        >>> found.decision, found.khat > found.threshold
+        ('unusable', True)
     """
     with random_state(seed):  # apart: a guide's first run ever may draw more than later ones
         fitted = Fitted(model, guide, args, kwargs, batches=True)

@@ -130,14 +130,15 @@ class Shift:
     log_sd_error: Any
 
     def errors(self, more: float) -> tuple[Any, Any]:
-        """Sizes of the changes of means and of log sds, and so many standard errors more."""
+        """Sizes of the changes of means, in sds, and of log sds, ``more`` standard errors added."""
         return (
             abs(self.mean) + more * self.mean_error,
             abs(self.log_sd) + more * self.log_sd_error,
         )
 
     def exceeds(self, mean: float, log_sd: float) -> bool:
-        """Whether a change is beyond that, less a standard error."""
+        """Whether a mean changes by more than ``mean`` sds, or a log sd by more than ``log_sd``, a
+        standard error taken off."""
         sizes = zip(self.errors(-1.0), (mean, log_sd), strict=True)
         return any(bool((size > bound).any()) for size, bound in sizes)
 
