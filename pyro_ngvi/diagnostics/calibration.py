@@ -1,14 +1,13 @@
 r"""Simulation-based calibration: whether fits to data that the model makes find what made them.
 
-With theta from the prior and y from the model given theta, theta and draws theta_1, ..., theta_S from
-the exact posterior given y are exchangeable, so that with u uniform on [0, 1]
+For theta from the prior and y given theta, theta and draws theta_1, ..., theta_S from the exact
+posterior given y are exchangeable, so that with u uniform on [0, 1]
 
     PIT = (#{s: theta_s < theta} + u (1 + #{s: theta_s = theta})) / (S + 1)                       (1)
 
-is uniform, for discrete theta too.  z = Phi^-1(PIT) has over many fits the mean by which the truth lies
-above the draws, in sds of theirs, and as its sd that which they should have, over theirs.  PITs end
-at 1 / (S + 1), which is 3.3 sds for 1,000 draws: where many truths lie beyond all draws, z is instead
-their distance from the mean of the draws, in sds of theirs.
+is uniform, for discrete theta too.  PITs end at 1 / (S + 1), which is 3.3 sds for 1,000 draws: where
+many truths lie beyond all draws, z = Phi^-1(PIT) is instead their distance from the mean of the draws,
+in sds of theirs.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ from .new_data import fixed_parameters, simulate
 FEWEST = 20
 #: probability of an alarm, over all tests of a site together, where nothing is wrong
 ALPHA = 0.01
-
 #: share of truths beyond all draws, above twice that of exact guides, where PITs do not say how far
 BEYOND = 0.05
 #: the largest distance from the draws in sds of theirs, as from draws that are all alike
@@ -55,15 +53,19 @@ class Uniformity:
     r"""What the PITs of a site say, entry by entry: arrays of the shape of the site.
 
     Attributes:
-        bias: by how many sds of the guide the truth lies above its draws: positive, they are too low.
-        ratio: sd that the draws should have, over theirs: above 1, theirs is too small.
+        bias: the mean of z = Phi^-1(PIT), by how many sds of the guide the truth lies above its draws.
+        ratio: the sd of z, that which the draws should have over theirs: above 1, theirs is too small.
         uniform: p-value of Kolmogorov and Smirnov's test of the PITs.
         symmetric: p-value of :math:`\sup_x |F(x) + F(1 - x) - 1|`, the distance of PITs and 1 - PITs,
-            which is zero, but for noise, where the guide is not biased (Yao et al., section 3).  From
-            the ends inwards the signs of PIT - 1/2 are a random walk: here the p-value is that of its
-            limit, the maximum of a Brownian motion, where the paper's own fails too often.
+            zero but for noise where the guide is not biased (Yao et al., section 3); as of the maximum
+            of a Brownian motion, the limit of the signs of PIT - 1/2 from the ends inwards.
         spread: p-value of :math:`\sum (z - \bar z)^2`, which has :math:`\chi^2_{N-1}`.  Where more than
             5 % of truths lie beyond all draws it is the larger one of PITs and of distances in sds.
+
+    Example:
+        >>> found = Uniformity(*map(np.array, (0.1, 2.0, 1e-5, 0.5, 1e-9)))
+        >>> found.findings(), found.p_value
+        (['sds too small by a factor of 2'], 3...e-09)
     """
 
     bias: np.ndarray
@@ -74,7 +76,7 @@ class Uniformity:
 
     @property
     def p_value(self) -> float:
-        """The smallest of all p-values, times how many there are."""
+        """The smallest of all p-values, times how many there are (Bonferroni), at most 1."""
         of_all = np.stack([self.uniform, self.symmetric, self.spread])
         return float(min(1.0, of_all.size * of_all.min()))
 
@@ -105,10 +107,17 @@ class Calibration:
     """What :func:`pyro_ngvi.diagnostics.calibrate` found.
 
     Attributes:
-        pits: PITs by site, (N, ...), in the order of the simulations, without those that failed.
+        pits: by site, (N, ...), in the order of the simulations, without those that failed: the shares
+            of draws below the truth, (#below + u (1 + #equal)) / (S + 1), u uniform.
         sites: :class:`Uniformity` of each.
         failed: errors of the fits that failed, by number of the simulation.
         dims: names of dimensions by site.
+
+    Example:
+        >>> pits = np.linspace(0.0, 0.5, 102)[1:-1]  # all truths are below the medians
+        >>> found = Calibration({"m": pits}, {"m": uniformity(pits)}, {}, {"m": []})
+        >>> found.ok, found.verdict[:31], round(float(found.sites["m"].bias), 1)
+        (False, "Not calibrated: 'm' biased high", -0.8)
     """
 
     pits: dict[str, np.ndarray] = field(repr=False)
@@ -168,16 +177,14 @@ def calibrate(
     r"""Whether fits to data that the model makes are right on average over its prior.
 
     Latent sites and data are drawn from the model N times, each time ``fit`` is called for these data,
-    and the PITs, the shares of the guide's draws below the truth, are uniform where guides are exact.
-    Where they lean to one side, means are biased; in the shape of a U, sds are too small.  So have
-    deterministic sites, and ``log_joint``, the log density of data and latent sites: it alone tells a
-    guide that gives back the prior, and wrong correlations.  Where it is biased low, draws lie too far
-    out, or elsewhere; where high, too near the mode.
+    and PITs (:class:`Calibration`) are uniform where guides are exact.  Where they lean to one side,
+    means are biased; in the shape of a U, sds are too small.  So of deterministic sites, and of
+    ``log_joint``, the log density of data and latent sites: it alone tells a guide that gives back the
+    prior, and wrong correlations.  Biased low, draws lie too far out; high, too near the mode.
 
-    Not for the data at hand: an average over the prior says nothing of one posterior, which
-    :func:`pyro_ngvi.diagnose` judges.  Nor for likelihoods under ``poutine.scale``, from which data are
-    not drawn; nor with a guide that reads the data from its arguments, which stay those that are given,
-    and so masks, plates and lags of a series.
+    Not for one posterior, which :func:`pyro_ngvi.diagnose` judges, nor for likelihoods under
+    ``poutine.scale``, from which data are not drawn, nor with a guide that reads the data from its
+    arguments, which stay those given, as do masks, plates and lags of a series.
 
     Each fit has a parameter store of its own.  Until one fit has worked its error is raised; later ones
     are warned of and kept.  Ctrl-C ends it with what there is.
@@ -190,19 +197,16 @@ def calibrate(
         args: those of the model, and ``kwargs``: the full data, of which shapes and masks count.
         num_simulations: N, at least 20.
         num_samples: draws of each guide.
-        seed: makes the result repeatable, whatever seeds ``fit`` sets, and leaves the global random
-            state as it was.
+        seed: makes the result repeatable, whatever seeds ``fit`` sets.
         progress: whether to show a bar.
 
     Raises:
-        ValueError: for a model without data, with a minibatch, or with what has no prior to draw from:
-            parameters, ``pyro.factor``; and as :func:`pyro_ngvi.khat`.
+        ValueError: for a model without data, with a minibatch, parameters or ``pyro.factor``; for fewer
+            than 20 simulations, or fits that worked; as :func:`pyro_ngvi.khat`.
         NotImplementedError: of an improper prior.
 
-    Sources: Talts et al. (2018), "Validating Bayesian inference algorithms with simulation-based
-    calibration", arXiv 1804.06788; Yao et al. (2018), "Yes, but did it work?", ICML, section 3;
-    for ``log_joint`` Modrak et al. (2023), "Simulation-based calibration checking for
-    Bayesian computation", Bayesian Analysis.
+    Sources: Talts et al. (2018), arXiv 1804.06788; Yao et al. (2018), "Yes, but did it work?", ICML,
+    section 3; for ``log_joint`` Modrak et al. (2023), Bayesian Analysis.
 
     Example:
         >>> import pyro.distributions as dist
@@ -212,8 +216,7 @@ def calibrate(
         >>> def fit(model):  # the posterior, but for its sd: 0.71
         ...     y = pyro.poutine.trace(model).get_trace(torch.tensor(0.0)).nodes["y"]["value"]
         ...     return lambda _: pyro.sample("m", dist.Normal(0.5 * y, 0.35))
-        >>> how = {"num_simulations": 100, "seed": 0, "progress": False}
-        >>> found = calibrate(model, fit, torch.tensor(0.0), **how)
+        >>> found = calibrate(model, fit, torch.tensor(0.0), num_simulations=100, seed=0, progress=False)
         >>> found.findings["m"]
         'sds too small by a factor of 2...'
     """

@@ -57,18 +57,35 @@ TRIED, FINE, MOST_POINTS = 250, 1e-3, 1024
 def corrected(guide: Any, *args: Any, points: int | None = None, **kwargs: Any) -> ExactUnits:
     """The guide r(v) prod_i p(u_i | y_i, v) that ``to_arviz(..., corrected=True)`` takes draws of.
 
-    It is a guide of the whole model, for :func:`pyro_ngvi.khat`, which then judges the globals, and the
-    rest.  Its draws want weights: ``to_arviz(..., resample="psis")``.
+    Units u_i follow their globals v exactly, and r(v) has marginals from slices of p(v | y), tails too.
+    It is a guide of the whole model, for :func:`pyro_ngvi.khat` and the rest, whose weights no number
+    of units makes uneven (``to_arviz(..., resample="psis")`` takes them):
+
+        w_s propto p(v_s) prod_i p(y_i | v_s) / r(v_s).
 
     Args:
         guide: a trained :class:`~pyro_ngvi.AutoHierarchical`.
         args: those of its model, and ``kwargs``, with all data.
         points: of the quadrature, as in :func:`pyro_ngvi.collapse`, whose errors it has.
 
+    Raises:
+        ValueError: as :func:`pyro_ngvi.collapse`.
+
     Source:
-        Martins, Simpson, Lindgren & Rue 2013, Bayesian computing with INLA: new features, CSDA 67, for
-        the slices; Oh & Berger 1992, Adaptive importance sampling in Monte Carlo integration, J. Stat.
-        Comput. Simul. 41, for the rounds.
+        Martins, Simpson, Lindgren & Rue 2013, CSDA 67, for the slices; Oh & Berger 1992, J. Stat.
+        Comput. Simul. 41, for the rounds of importance sampling behind r.
+
+    Example:
+        >>> import pyro, torch, pyro.distributions as dist, pyro_ngvi as ngvi
+        >>> def model(y):
+        ...     s = pyro.sample("s", dist.HalfNormal(5.0))
+        ...     with pyro.plate("schools", len(y)):
+        ...         pyro.sample("y", dist.Normal(pyro.sample("u", dist.Normal(0.0, s)), 2.0), obs=y)
+        >>> y = torch.tensor([3.0, 5.0, 1.0, -2.0])
+        >>> fit = ngvi.fit(model, y, guide="AutoHierarchical", max_steps=30, progress=False, seed=0)
+        >>> exact = ngvi.diagnostics.corrected(fit.guide, y)
+        >>> ngvi.khat(model, fit.guide, y, seed=0).khat > 0.5 > ngvi.khat(model, exact, y, seed=0).khat
+        True
     """
     model = collapse(guide, *args, points=points, **kwargs)
     return proposal(model) if model.missed or points is not None else refined(model)
@@ -131,12 +148,16 @@ def resampled(guide: ExactUnits, num_samples: int) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Corrected:
-    """The word on a hierarchy whose own draws are off where corrected ones may be taken, and are.
+    """The word on a hierarchy whose own draws are off where corrected ones may be taken, and are: the
+    ``verdict`` of a :class:`~pyro_ngvi.fitting.Fit`, with ``decision`` "intervals".
 
     Attributes:
         guide: what draws are of, :func:`corrected`.
-        khat: the weights of its globals.
+        khat: the weights of its globals (S,), worth ``khat.ess`` exact draws.
         own: the word on the draws of the trained guide.
+
+    Example: ``fit.verdict`` is one for the ``fit`` in the example of :func:`corrected`; what is read of
+    it, as ``fit.sample()`` or ``fit.summary()``, is of these draws.
     """
 
     guide: ExactUnits

@@ -55,10 +55,19 @@ class LinearResponse:
     """Linear-response moments of the latent sites asked for, in their constrained space.
 
     Attributes:
-        mean: the guide's means, of the shape of each site.
-        sd: standard deviations by linear response.
+        mean: the guide's means, of the shape of each site; so
+        sd: standard deviations by linear response, the roots of the diagonal of ``covariance``.
         guide_sd: the guide's own: far smaller where it lacks a correlation.
         covariance: between all entries, (K, K): sites in the order of ``sd``, each flattened by rows.
+
+    Example:
+        >>> import pyro, torch, pyro.distributions as dist, pyro_ngvi as ngvi
+        >>> C = torch.tensor([[1.0, 0.6], [0.6, 1.0]])
+        >>> model = lambda: pyro.sample("z", dist.MultivariateNormal(torch.zeros(2), C))
+        >>> guide = pyro.infer.autoguide.AutoNormal(model, init_scale=0.8)  # the mean-field optimum
+        >>> ngvi.diagnostics.linear_response(model, guide).covariance.round(decimals=2)
+        tensor([[1.0000, 0.6000],
+                [0.6000, 1.0000]])
     """
 
     mean: dict[str, Tensor]
@@ -77,14 +86,17 @@ def linear_response(
     seed: int = 0,
     **kwargs: Any,
 ) -> LinearResponse:
-    """Standard deviations and covariances that a fitted mean-field guide should have had.
+    """Standard deviations and covariances that a fitted mean-field guide should have had:
 
-    Exact for Gaussian posteriors.  Newton steps, mostly two or three, go from the guide, which is left
+        Cov = J H^-1 J',    J = dE_q[z] / deta,   H the Hessian of the negative ELBO in eta,
+
+    eta the parameters of q (Giordano, Broderick & Jordan 2018, JMLR 19(51)).  Exact for Gaussian
+    posteriors.  Newton steps, mostly two or three, go from the guide, which is left
     alone, to the optimum on fixed draws, each by ``2 d num_samples`` products with the Hessian of the
     model; above d = 1,000 conjugate gradients need fewer, where ``sites`` have few entries.
 
     When not to use it: where means are wrong, as with several modes, and where the posterior is far
-    from Gaussian (funnels), as (2) is of first order: :func:`pyro_ngvi.diagnose` tells.  Up to a few
+    from Gaussian (funnels), as it is of first order: :func:`pyro_ngvi.diagnose` tells.  Up to a few
     thousand latents :class:`pyro_ngvi.AutoFullRankNormal` has correlations itself.
 
     Args:
@@ -94,6 +106,7 @@ def linear_response(
         args: those of both, and ``kwargs``: the full data.
         sites: names of latent sites, by default all.
         num_samples: draws, in antithetic pairs that have each latent's mean and variance exactly.
+        seed: of these draws.
 
     Raises:
         ValueError: for another guide, an unknown site, a density whose gradient jumps (Laplace priors),

@@ -29,13 +29,20 @@ class UnitLOO:
     """Expected log predictive density of the data of new units, by leave-one-out, in nats.
 
     Attributes:
-        elpd: sum over the units.
-        se: standard error of ``elpd`` as a sum of independent terms.
+        elpd: sum_i log p(y_i | y_-i) over the units.
+        se: its standard error, sqrt(B Var_i), for independent terms.
         pointwise: log p(y_i | y_-i) (B,); NaN of a unit without data.
         khat: Pareto k-hat of each unit's weights (B,); above 0.7 its figures are not to be trusted.
         absent: how many units have no data, but for missing or masked ones.
         influence: by site of the globals (B, ...), its posterior mean less that without the unit, in
             posterior standard deviations; 0 of a unit without data.
+
+    Example: of two units
+        >>> terms, khat, moves = torch.tensor([[-3.0, -4.0], [0.1, 0.9], [0.2, -0.5]])
+        >>> found = UnitLOO(-7.0, 0.7, terms, khat, influence={"m": moves})
+        >>> print(found, found.most())
+        elpd_loo -7.00 nats, standard error 0.70 (of 2 units; k-hat above 0.7 in 1; unit 1 moves m most,
+        by 0.50 sd) tensor([1, 0])
     """
 
     elpd: float
@@ -46,7 +53,11 @@ class UnitLOO:
     influence: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
 
     def most(self, count: int = 10) -> Tensor:
-        """Numbers (count,) of the units that move a global furthest."""
+        """Numbers (count,) of the units that move a global furthest.
+
+        Raises:
+            ValueError: for a negative ``count``.
+        """
         require(count >= 0, "count", "not be negative", count)
         parts = [x.reshape(len(x), -1) for x in self.influence.values()]
         parts += [self.pointwise.new_zeros(len(self.pointwise), 1)]
