@@ -216,8 +216,8 @@ def calibrate(
         >>> def fit(model):  # the posterior, but for its sd: 0.71
         ...     y = pyro.poutine.trace(model).get_trace(torch.tensor(0.0)).nodes["y"]["value"]
         ...     return lambda _: pyro.sample("m", dist.Normal(0.5 * y, 0.35))
-        >>> found = calibrate(model, fit, torch.tensor(0.0), num_simulations=100, seed=0, progress=False)
-        >>> found.findings["m"]
+        >>> got = calibrate(model, fit, torch.tensor(0.0), num_simulations=100, seed=0, progress=False)
+        >>> got.findings["m"]
         'sds too small by a factor of 2...'
     """
     if num_simulations < FEWEST:
