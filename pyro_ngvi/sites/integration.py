@@ -35,11 +35,13 @@ LOST, ROUGH = 5.0, 0.2
 
 @dataclass(frozen=True)
 class IntegratedMarginals(SiteMarginals):
-    """Marginals of latent sites and of hyperparameters, with these integrated out.
+    """Marginals of latent sites and of hyperparameters theta, with these integrated out.
 
     Attributes:
-        points: the hyperparameters (K, *shape) by name at which sites were fitted.
-        weights: their weights (K,).
+        points: theta_k (K, *shape) by name at which sites were fitted.
+        weights: p(theta_k | y) there, (K,), of sum one.
+
+    Example: see :func:`pyro_ngvi.integrate`.
     """
 
     points: Draws = field(repr=False)
@@ -68,7 +70,11 @@ def integrate(
 
     For fixed hyperparameters theta the model is one for :class:`~pyro_ngvi.AutoSites`.  It is fitted by
     CVI at tens to some hundred points theta, chosen around the mode of p(theta | y), and the marginals
-    of :meth:`AutoSites.marginals` are mixed by the corrected evidences.  No draws are made but for
+    of :meth:`AutoSites.marginals` are mixed by the corrected evidences:
+
+        p(x | y) = sum_k w_k p(x | y, theta_k),    w_k propto p(y | theta_k) p(theta_k).
+
+    No draws are made but for
     ``samples``.  For one to some five hyperparameters.  Equations: :mod:`pyro_ngvi.sites.integration`.
 
     Args:
@@ -99,6 +105,8 @@ def integrate(
         >>> found = ngvi.integrate(schools, y, se)
         >>> found.mean["tau"].round(), found.mean["effect"].round()
         (tensor(5.), tensor([10.,  8.,  6.,  7.,  6.,  6., 10.,  8.]))
+        >>> found.quantiles([0.05, 0.95])["tau"].round(), round(found.log_evidence, 1)
+        (tensor([ 0., 12.]), -31.9)
     """
     at_theta = GivenTheta(model, args, kwargs, over, latent)
     mode, root, definite = find_mode(at_theta.gradient_at, at_theta.begin())

@@ -2,42 +2,28 @@ r"""What q would be without data, and how well it predicts them, from the sites:
 
     elpd = sum_n log int p(y_n | f_n) q_-n(f_n) df_n,      q_-n  propto  q / t_n,
 
-by quadrature at points where q_-n t_n is (Liu & Pierce 1994, "A note on Gauss-Hermite quadrature").
+by quadrature at points where q_-n t_n is (Liu & Pierce 1994, Biometrika 81).
 
-For q(f_n) = N(m, C) and its site t_n(f) = exp(nu' f - f' Lambda f / 2), with S S' = C and
+For q(f_n) = N(m, C), S S' = C, and its site t_n(f) = exp(nu' f - f' Lambda f / 2) the *cavity* q / t_n
+is proportional to N(m_, C_),
 
-    M = I - S' Lambda S,     g = nu - Lambda m,
-
-the *cavity* q / t_n is proportional to N(m_, C_),
-
-    C_ = (C^-1 - Lambda)^-1 = S M^-1 S',     m - m_ = C_ g,
+    C_ = (C^-1 - Lambda)^-1 = S M^-1 S',    m - m_ = C_ g,    M = I - S' Lambda S,    g = nu - Lambda m,
 
 proper where M is positive definite.  C is never inverted, so it may be singular.  In the whole block
-with posterior covariance V, of which f_n sees A (C = A V A'), dividing out t_n moves the mean by
+with posterior covariance V, of which f_n sees A (C = A V A'), dividing out t_n moves the mean by V A'
+r, of squared length r' C r = (C_ g)' r in units of q's precision, where by Woodbury
 
-    V A' r,     r = (I - Lambda C)^-1 g = g + Lambda C_ g,
-
-since W_ = V^-1 - A' Lambda A and h_ = h - A' (nu - Lambda b) give W_ (mean - mean_) = A' g, and W_^-1
-A' = V A' (I - Lambda C)^-1 by Woodbury.  In units of q's precision that move has the squared length r'
-C r = (C_ g)' r, and
-
-    KL(q without t_n || q) = (tr M^-1 - k + log |M| + r' C r) / 2.
+    r = (I - Lambda C)^-1 g = g + Lambda C_ g,    KL(q_-n || q) = (tr M^-1 - k + log |M| + r' C r) / 2.
 
 All of it needs the k x k marginals only, so it holds in every algebra (Opper & Winther 2000).  Where
 noise is far below what the other data leave open, M is near 0, and its subtraction leaves no digits:
 then :func:`.dense.remainders` has M and g for k = 1, and else the datum is *lost*.  A set G of data is
-one site of its stacked predictors; where these have more entries than the block, of the block itself:
-
-    Lambda_G -> A_G' Lambda_G A_G,    g_G -> A_G' g_G,    C_G -> V.
+one site of its stacked predictors; where these have more entries than the block, of the block itself
+(Lambda_G -> A_G' Lambda_G A_G, g_G -> A_G' g_G, C_G -> V).
 
 The other sites stay as they are with all data: exact for a Gaussian likelihood; with others they would
-follow a little (Vehtari, Mononen, Tolvanen, Sivula & Winther 2016, "Bayesian leave-one-out
-cross-validation approximations for Gaussian latent variable models", JMLR), as they do after
-``guide.remove(n)`` and a few steps.  Under ``poutine.scale`` the sites are those of p^c, and what is
-predicted is p.
-
-Not for a comparison of models on part of the data: each datum here is one value of an observed site, or
-of several where these see the same predictor, which are left out together.
+follow a little (Vehtari, Mononen, Tolvanen, Sivula & Winther 2016, JMLR 17(103)), as they do after
+``guide.remove(n)`` and a few steps.  Under ``poutine.scale`` sites are those of p^c, and p is predicted.
 """
 
 from __future__ import annotations
@@ -64,18 +50,15 @@ ORDERS, SOBOL = {1: 128, 2: 32, 3: 16}, 8192
 CHUNK = 2**23
 #: rows of all data, or D if more, up to which roundings are answered by a matrix of N x N
 FEW = 1024
-#: error of a log density from roundings, in nats, above which it is lost: N of them with random signs
-#: add up to 1/14 of the standard error of the sum, sqrt(N / 2) nats for Gaussian data
+#: nats by which roundings may move a log density; N with random signs are 1/14 of the sum's error
 LOST = 0.05
 
 
 @dataclass(frozen=True)
 class Cavity:
-    """Gaussians of f without their sites, and how far q is from there; NaN where not ``proper`` (n,).
-
-    Those that are ``lost`` (n,) to roundings do not count as proper, as nobody knows of them.
-    ``move`` (n, k) is m - m_, ``pull`` (n, k) is r; ``distance`` (n,) and ``kl`` (n,) are those of an
-    :class:`Influence`.
+    """Gaussians of f without their sites, and how far q is from there; NaN where not ``proper`` (n,),
+    or ``lost`` (n,) to roundings.  ``move`` (n, k) is m - m_, ``pull`` (n, k) is r; ``distance`` (n,) and
+    ``kl`` (n,) are those of an :class:`Influence`.
     """
 
     mean: Tensor
@@ -151,16 +134,28 @@ def divide_out(
 
 @dataclass(frozen=True)
 class SiteLOO:
-    """Expected log predictive density of new data, by leave-one-out, in nats.
+    """Expected log predictive density of new data, by leave-one-out, in nats: ``guide.loo()``.
+
+    A datum is one value of an observed site, or of several where these see the same predictor.
 
     Attributes:
-        elpd: sum over all data; NaN where some cavity is not proper, or lost to roundings.
-        se: standard error of ``elpd`` as a sum of N independent terms.
+        elpd: sum_n log p(y_n | y_-n); NaN where some cavity is not proper, or lost to roundings.
+        se: its standard error, sqrt(N Var_n), for independent terms.
         p_loo: log density of the data under q less ``elpd``, the effective number of parameters.
         pointwise: by group, log p(y_n | y_-n) (N,); NaN where the cavity is not proper, or no datum is.
         improper: how many data have a cavity that is not a proper Gaussian.
         absent: how many are missing (NaN) or masked.
         lost: how many have a density that roundings may move by ``LOST`` = 0.05 nats; NaN, too.
+
+    Example:
+        >>> import pyro, pyro.distributions as dist, pyro_ngvi as ngvi
+        >>> def model(y):
+        ...     w = pyro.sample("w", dist.Normal(0.0, 10.0))
+        ...     with pyro.plate("data", len(y)):
+        ...         pyro.sample("y", dist.Normal(w, 1.0), obs=y)
+        >>> fit = ngvi.fit(model, torch.tensor([0.0, 1.0, 5.0]), guide="AutoSites", progress=False)
+        >>> print(fit.guide.loo())
+        elpd_loo -13.85 nats, standard error 4.31, p_loo 5.40 (of 3 data)
     """
 
     elpd: float
@@ -258,16 +253,27 @@ def _log_predictive(
 
 @dataclass(frozen=True)
 class Influence:
-    """What q would be without each of G data, or sets of data, of the group of that name.
+    """What q would be without each of G data, or sets of data, of a group: ``guide.influence()``.
 
     Attributes:
-        distance: (G,), how far the posterior mean of the latent block moves, in posterior standard
-            deviations.  Squared, over the number of coefficients of a linear model with a flat prior
-            and the noise known, it is Cook's distance (1977).
+        distance: (G,), how far the posterior mean of the latent block moves, sqrt(d' V^-1 d), in sds.
+            Squared, over the number of coefficients of a linear model with a flat prior and the noise
+            known, it is Cook's distance (1977).
         kl: (G,), KL(q without || q) in nats.
         prediction: for each the shift (k,) of the mean of its own f, with less without; (G, k) for
             single data, a list of (n, k) for sets.
         improper: how many leave no proper Gaussian, or one lost to roundings; their figures are NaN.
+
+    Example:
+        >>> import pyro, pyro.distributions as dist, pyro_ngvi as ngvi
+        >>> def model(y):
+        ...     w = pyro.sample("w", dist.Normal(0.0, 10.0))
+        ...     with pyro.plate("data", len(y)):
+        ...         pyro.sample("y", dist.Normal(w, 1.0), obs=y)
+        >>> fit = ngvi.fit(model, torch.tensor([0.0, 1.0, 5.0]), guide="AutoSites", progress=False)
+        >>> found = fit.guide.influence()
+        >>> found.most(2), float(found.distance.max().round()), found.shift([0, 2]).squeeze(-1).round()
+        (tensor([2, 0]), 3.0, tensor([-1.,  1.]))
     """
 
     group: str

@@ -48,12 +48,26 @@ def shapes_of(plan: ModelStructure, names: Sequence[str] | None) -> dict[str, to
 
 @dataclass(frozen=True)
 class SiteMarginals:
-    """Marginal posteriors of single numbers, as tables of their densities.
+    """Marginal posteriors of single numbers, as tables of their densities: ``guide.marginals()``.
 
     Attributes:
         log_evidence: log p(y) in nats, of :mod:`pyro_ngvi.sites.corrections`.
         samples: draws (S, *shape) by name, with the correlations of the Gaussian and these marginals.
         doubts: what speaks against these figures, in sentences; empty where nothing was found.
+
+    Example:
+        >>> import pyro, pyro.distributions as dist, pyro_ngvi as ngvi
+        >>> def model(y):
+        ...     w = pyro.sample("w", dist.Normal(0.0, 3.0))
+        ...     with pyro.plate("data", len(y)):
+        ...         pyro.sample("y", dist.Poisson(w.exp()), obs=y)
+        >>> fit = ngvi.fit(model, torch.tensor([3.0, 4.0, 2.0]), guide="AutoSites", progress=False)
+        >>> found = fit.guide.marginals()
+        >>> round(found.log_evidence, 2), found.quantiles([0.05, 0.95])["w"].round(decimals=1)
+        (-7.03, tensor([0.4..., 1.6...]))
+        >>> x, p = found.density("w")
+        >>> x.shape, round(float(torch.trapezoid(p, x)), 3)
+        (torch.Size([801]), 1.0)
     """
 
     log_evidence: float
@@ -79,11 +93,11 @@ class SiteMarginals:
 
     @property
     def distance(self) -> Draws:
-        """By name (*shape), the total variation between marginal and Gaussian of its moments."""
+        """By name (*shape), the total variation, in [0, 1], of marginal and Gaussian of its moments."""
         return self._each(lambda table: table.from_gaussian)
 
     def quantiles(self, levels: Any) -> Draws:
-        """Quantiles (Q, *shape) by name at levels (Q,)."""
+        """Quantiles (Q, *shape) by name at levels (Q,) in (0, 1)."""
 
         def rows(table: Densities) -> Tensor:
             at = levels_like(levels, table.x)
@@ -92,7 +106,7 @@ class SiteMarginals:
         return self._each(rows)
 
     def density(self, name: str) -> tuple[Tensor, Tensor]:
-        """Points x (P, *shape) and the density there, of a site."""
+        """Points x (P, *shape) and the density there, (P, *shape), of a site; refused for others."""
         if name not in self._tables:
             raise ValueError(f"{name!r} is none of {', '.join(map(repr, self._tables))}.")
         return self._each(lambda table: table.x)[name], self._each(lambda table: table.p)[name]
