@@ -42,7 +42,7 @@ KINKED = (pyro.distributions.transforms.LeakyReLUTransform,)  # pyright: ignore[
 
 
 class ZukoFlow(nn.Module):
-    """A lazy transform of Zuko from z to eps, turned round."""
+    """A lazy transform of Zuko from z to eps, turned round: what :func:`as_flow` makes of it."""
 
     cheap_inverse = True
 
@@ -56,7 +56,13 @@ class ZukoFlow(nn.Module):
 
 
 class PyroFlow(nn.Module):
-    """Transforms of Pyro from eps to z, in the order in which they act."""
+    """Transforms of Pyro from eps to z, in the order in which they act.
+
+    Example:
+        >>> flow = PyroFlow([pyro.distributions.transforms.AffineTransform(1.0, 2.0)])
+        >>> flow(torch.tensor([0.0, 3.0]))  # 1 + 2 x, and 2 log 2
+        (tensor([1., 7.]), tensor(1.3863))
+    """
 
     def __init__(self, transforms: Iterable[Any], cheap_inverse: bool = True) -> None:
         super().__init__()
@@ -84,7 +90,13 @@ class PyroFlow(nn.Module):
 
 
 class Stretch:
-    """x <- x e^s + t, element by element, with |s| < log(LARGEST)."""
+    """x <- x e^s + t, element by element, with s = log(10) tanh(raw_0 / log(10)), t = raw_1 of ``raw``
+    (..., k, 2) for x (..., k); gives the image and s (..., k).
+
+    Example:
+        >>> Stretch()(torch.tensor([3.0]), torch.tensor([[0.0, 1.0]]), inverse=False)
+        (tensor([4.]), tensor([0.]))
+    """
 
     size = 2
 
@@ -107,8 +119,21 @@ class Spline:
 
 
 class CouplingFlow(nn.Module):
-    """Layers (a, b) -> (f(b; network(4 tanh(a / 4))), a) from z to eps, f element by element (Dinh et
-    al. 2017)."""
+    """Layers (a, b) -> (f(b; network(4 tanh(a / 4))), a) from z to eps, f element by element (Dinh,
+    Sohl-Dickstein & Bengio 2017, ICLR), a the halves of the d variables in turn.  The identity, but for
+    the order of variables, until it is trained.
+
+    Args:
+        d: the number of variables.
+        element: f, :class:`Stretch` or a thing with its ``size`` and call.
+        layers: how many.
+        hidden: widths of the networks' hidden layers.
+
+    Example:
+        >>> flow = CouplingFlow(3, Stretch(), layers=2, hidden=(8,))
+        >>> flow(torch.tensor([[1.0, 2.0, 3.0]]))  # image (..., d) and log |det| (...)
+        (tensor([[1., 2., 3.]], ...), tensor([0.], ...))
+    """
 
     cheap_inverse = True
 
@@ -147,16 +172,23 @@ def _silent(layer: Any) -> Any:
 
 
 def as_flow(flow: Any, d: int) -> nn.Module:
-    """A flow of this module from what a user passes, checked on a point of R^d.
+    """A flow of this module from what a user passes, checked at two points of R^d: a module with
+    ``flow(x, inverse=False) -> (image, log |det|)``, (..., d) to (..., d) and (...), from eps to z.
 
     Args:
         flow: a flow or lazy transform of Zuko, a transform of Pyro or a list of them, a module
-            with the interface of this file, or a function of d that makes one of these.
+            like that with a flag ``cheap_inverse``, or a function of d that makes one of these.
+        d: the number of unconstrained latent variables.
 
     Raises:
         TypeError: for anything else.
-        ValueError: for a flow of another dimension, without an inverse, or over another base than
-            N(0, I).
+        ValueError: for a flow of another dimension, without an inverse, with a kink or dropout, or over
+            another base than N(0, I).
+
+    Example:
+        >>> flow = as_flow(pyro.distributions.transforms.AffineTransform(1.0, 2.0), 2)
+        >>> flow(torch.tensor([1.0, 7.0]), inverse=True)
+        (tensor([0., 3.]), tensor(-1.3863))
     """
     if not isinstance(flow, nn.Module | Transform) and callable(flow):
         flow = flow(d)
@@ -271,7 +303,18 @@ def _inverts_one_by_one(transform: Any) -> bool:
 
 
 def coupling_flow(d: int, kind: str, layers: int, hidden: tuple[int, ...], bins: int) -> nn.Module:
-    """The identity (up to the order of variables) as a flow of ``layers`` layers, to be trained."""
+    """The identity (up to the order of variables) as a flow on R^d, to be trained.
+
+    Args:
+        d: the number of variables.
+        kind: "affine" or "spline" for a :class:`CouplingFlow`, "autoregressive" for Zuko's ``MAF``.
+        layers: how many, with networks of ``hidden`` widths.
+        bins: of a spline, between -5 and 5.
+
+    Example:
+        >>> coupling_flow(2, "affine", layers=2, hidden=(8,), bins=8)(torch.ones(2))[0].tolist()
+        [1.0, 1.0]
+    """
     if kind != "autoregressive":
         return CouplingFlow(d, Stretch() if kind == "affine" else Spline(bins), layers, hidden)
     zuko = _zuko()

@@ -16,7 +16,8 @@ def sobol_normal(count: int, dim: int) -> Tensor:
 def gauss_hermite(
     order: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Nodes and weights with sum_i w_i f(x_i) = E f(x), x ~ N(0, 1), exact to degree 2 order - 1.
+    """Nodes and weights, (order,), with sum_i w_i f(x_i) = E f(x), x ~ N(0, 1), exact for polynomials f
+    to degree 2 order - 1; a ``ValueError`` for an order below 1.
 
     Example:
         >>> x, w = gauss_hermite(5)

@@ -23,7 +23,7 @@ one site of its stacked predictors; where these have more entries than the block
 
 The other sites stay as they are with all data: exact for a Gaussian likelihood; with others they would
 follow a little (Vehtari, Mononen, Tolvanen, Sivula & Winther 2016, JMLR 17(103)), as they do after
-``guide.remove(n)`` and a few steps.  Under ``poutine.scale`` sites are those of p^c, and p is predicted.
+``guide.remove(n)`` and a few steps.  Under ``poutine.scale`` sites are of p^c, and p is predicted.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ LOST = 0.05
 @dataclass(frozen=True)
 class Cavity:
     """Gaussians of f without their sites, and how far q is from there; NaN where not ``proper`` (n,),
-    or ``lost`` (n,) to roundings.  ``move`` (n, k) is m - m_, ``pull`` (n, k) is r; ``distance`` (n,) and
+    or ``lost`` (n,) to roundings.  ``move`` (n, k) is m - m_, ``pull`` (n, k) r; ``distance`` (n,) and
     ``kl`` (n,) are those of an :class:`Influence`.
     """
 
