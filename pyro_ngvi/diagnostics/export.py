@@ -47,7 +47,7 @@ def to_arviz(
 ) -> Any:
     r"""Draws from any Pyro guide as ArviZ's ``InferenceData`` (0.x) or ``DataTree`` (1.x).
 
-    The groups, with S = ``num_samples`` independent draws in one "chain":
+    The groups, with S = ``num_samples`` independent draws in one "chain", as arrays (1, S, *shape):
 
     * ``posterior``: latent sites, constrained, and ``pyro.deterministic`` sites. The dimension of
       a plate has the plate's name, any other is called ``{site}_dim_{i}``.
@@ -57,41 +57,33 @@ def to_arviz(
       (with a warning: ``az.loo`` would be wrong); zero where the site is masked.
     * ``log_prior``: per latent site, in nats, for ``az.psense`` (``psens`` in 0.x), without factors.
     * ``posterior_predictive``, and where asked ``prior`` and ``prior_predictive``: observed sites
-      drawn anew; left out, with a warning, where a likelihood cannot be drawn from. A site that
-      ``poutine.condition`` has fixed is one of them; fix parameters by ``poutine.do``.
-    * ``observed_data``: observed sites. ``constant_data``: the model's arguments that are tensors
-      or arrays, unless they are the data of an observed site, and the fitted values of its parameters
-      (``pyro.param``, modules), by name.
+      drawn anew, those that ``poutine.condition`` fixed too (fix parameters by ``poutine.do``); left
+      out, with a warning, where a likelihood cannot be drawn from.
+    * ``observed_data``. ``constant_data``: the model's other arguments that are tensors or arrays, and
+      the fitted values of its parameters (``pyro.param``, modules), by name.
     * ``predictions``, ``predictions_constant_data`` where asked: what :func:`predict` draws at other
       arguments from the draws in ``posterior``, and those arguments.
 
-    Arrays of more than ten million numbers (1,000 draws at 10,000 rows) are stored in float32, but
-    for ``posterior``. The parameter store and gradients are left alone. The model runs batched over the
-    draws, or once for each where it cannot. Not for a model that subsamples its data: give all of them.
+    Arrays of more than ten million numbers are stored in float32, but for ``posterior``. The model runs
+    batched over the draws, or once for each where it cannot. Not for a model that subsamples its data.
 
-    With ``resample="psis"`` the draws in ``posterior``, ``log_prior``, ``log_likelihood``,
-    ``posterior_predictive`` and ``predictions`` are resampled in proportion to their Pareto-smoothed
-    weights (systematically: a draw of weight w comes S w times, rounded up or down). ``sample_stats``
-    stays that of the guide's own draws, and gains ``resampled_from``, the number of the one that each
-    posterior draw is. It can correct what k-hat finds correctable, no more.
+    With ``resample="psis"`` draws of the posterior and from it are resampled in proportion to their
+    Pareto-smoothed weights (a draw of weight w comes S w times, rounded up or down); ``sample_stats``
+    keeps the guide's own, and in ``resampled_from`` which of them each is. It can correct what k-hat
+    finds correctable, no more. With ``corrected`` draws of an
+    :class:`~pyro_ngvi.AutoHierarchical` are resampled ones of :func:`pyro_ngvi.diagnostics.corrected`.
 
-    With ``corrected`` the draws of an :class:`~pyro_ngvi.AutoHierarchical` are put right: units follow
-    their globals exactly, and these are resampled by weights of their own, the units integrated out
-    (:func:`pyro_ngvi.diagnostics.corrected`), as k-hat and verdict are then.
-
-    The attributes of the container and of ``posterior`` hold ``decision`` ("intervals", "resample" or
-    "unusable") and ``verdict``, the same in words (:class:`~pyro_ngvi.diagnostics.KHat`); ``khat``,
-    ``khat_threshold``, ``kl`` and ``ess``, of ``khat_samples`` draws (:func:`khat`); ``num_samples``,
+    The attributes of the container and of ``posterior`` hold ``decision`` ("intervals", "resample",
+    "unusable" or "unclear") and ``verdict``, the same in words (:class:`~pyro_ngvi.diagnostics.KHat`);
+    ``khat``, ``khat_threshold``, ``kl`` and ``ess``, of ``khat_samples`` draws; ``num_samples``,
     ``guide``, ``inference_library`` and its version, and where asked ``resample`` and ``resample_ess``,
-    how many exact draws the smoothed weights are worth. ``arviz.summary`` takes the draws for a
-    chain's, ``arviz.loo`` for those of the posterior: use :func:`pyro_ngvi.summary` and
+    how many exact draws the smoothed weights are worth. In place of ``arviz.summary`` and
+    ``arviz.loo``, which take the draws for those of a chain, use :func:`pyro_ngvi.summary` and
     :func:`pyro_ngvi.diagnostics.loo`.
 
     Latent sites that are marked ``infer={"enumerate": "parallel"}`` and not in the guide are summed
     out. Where data share such a variable, ``log_likelihood`` is by the cells of the plates around all
-    of it (``y_1..y_9_by_animal``), and left out with a warning where there is none. With ``discrete``
-    they are drawn given the others and the data into ``posterior``, with the deterministic sites that
-    depend on them, and predictions are made with them.
+    of it (``y_1..y_9_by_animal``), and left out with a warning where there is none.
 
     Args:
         model: the Pyro model. If a keyword argument of it has the name of an option here, bind
@@ -107,7 +99,7 @@ def to_arviz(
         batch_size: draws that the model sees at once; ``None`` for a number that bounds memory.
         resample: ``"psis"`` for importance resampling, ``None`` for the guide's own draws.
         corrected: whether to correct a hierarchical guide; it implies ``resample="psis"``.
-        discrete: whether to draw the sites that are summed out.
+        discrete: whether to draw the sites that are summed out, given the others and the data.
         predictions: the model's arguments at new data, ``(X_new,)``, or its keyword arguments,
             ``{"X": X_new}``. Names of dimensions hold for them, ``coords`` do not.
 

@@ -43,9 +43,9 @@ def predict(
     Go through much new data in parts, with *kept* draws, which all parts then share:
     ``predict(model, to_arviz(model, guide, X, y), X_part)``.
 
-    A guide knows the units that it was trained on. A latent site with a value for each of them (a plate
-    over rows, not over groups) is refused where the new arguments give it another size, and comes with
-    a warning where it has the same. For other units name it in ``from_prior``. A process over inputs
+    A latent site with a value for each unit of the fit (a plate over rows, not over groups) is refused
+    where the new arguments give it another size, and comes with a warning where it has the same: for
+    other units name it in ``from_prior``. A process over inputs
     follows to new ones where the guide is ``AutoSites``; all else knows it at those of the fit alone:
     fit with the new ones too, their data masked, as draws ``from_prior`` have no regard to the data.
     Further sites of a chain that is a loop of sites are drawn given its last one.

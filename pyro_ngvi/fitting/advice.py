@@ -108,12 +108,18 @@ class Structure:
 
 @dataclass
 class Advice:
-    """Guide, or its class, optimizer, or what makes one of a guide, and loss for a model.
+    """Guide, or its class, optimizer, or what makes one of a guide, and loss for a ``model``.
 
     Attributes:
         reasons: a clause for each choice, as which it prints.
         recipe: names from which ``advise`` makes the same again; ``None`` for the user's own objects.
         units: those that were found in these data, for a guide of units.
+
+    Example:
+        >>> import pyro, pyro.distributions as dist, pyro_ngvi as ngvi
+        >>> advice = ngvi.advise(lambda: pyro.sample("x", dist.Gamma(9.0, 3.0)))
+        >>> advice.guide.__name__, advice.recipe["optim"], advice.svi().step() < 10.0
+        ('AutoFullRankNormal', 'NGVB', True)
     """
 
     model: Any

@@ -65,10 +65,15 @@ class Fit(Result):
         >>> import pyro, torch, pyro.distributions as dist, pyro_ngvi as ngvi
         >>> def model(y=None):
         ...     m = pyro.sample("m", dist.Normal(0.0, 10.0))
-        ...     pyro.sample("y", dist.Normal(m, 1.0).expand([30]).to_event(1), obs=y)
+        ...     with pyro.plate("data", 30):
+        ...         pyro.sample("y", dist.Normal(m, 1.0), obs=y)
         >>> fit = ngvi.fit(model, torch.linspace(1.0, 3.0, 30), seed=0, progress=False)
-        >>> fit.verdict.ok, fit.predict(seed=0)["y"].shape
-        (True, torch.Size([1000, 30]))
+        >>> fit.verdict.ok, fit.predict(seed=0)["y"].shape, fit.sample(100, seed=0)["m"].shape
+        (True, torch.Size([1000, 30]), torch.Size([100]))
+        >>> float(fit.summary(round_to=1).loc["m", "mean"]), round(fit.elbo[0]), fit.loo().n_data_points
+        (2.0, -37, 30)
+        >>> fit.resume(tol=0.01, progress=False).why_stopped  # with no arguments, the data of before
+        'converged'
     """
 
     def __init__(
@@ -114,13 +119,12 @@ class Fit(Result):
         callbacks: Iterable[Callable[[Fit], Any]] = (),
         **kwargs: Any,
     ) -> Fit:
-        """Take more steps, until the stop rule or one of the limits, which count from here.
+        """Take more steps, until the stop rule or one of the limits, which count from here: itself.
 
         Args:
             args: those of the model, and ``kwargs``; those of before where there are none.
-            data: minibatches, in place of those of before.
-            tol: nats, in place of that of before.
-            max_steps: as for :func:`pyro_ngvi.fit`, and the others below it.
+            data: minibatches, and ``tol`` in nats, in place of those of before.
+            max_steps: as for :func:`pyro_ngvi.fit`, which refuses the same, and the others below it.
         """
         self._unseen = self._unseen or bool(args or kwargs)
         if args or kwargs:
@@ -221,8 +225,7 @@ class Fit(Result):
         write(path, collect(self.svi, self.stop, self.batches, {"fit": record}))
 
     def put_back(self) -> None:
-        """Restore parameters that another fit has trained on, or that have left Pyro's store, and what
-        was loaded from a file."""
+        """Restore parameters that another fit has trained on, or that left the store, or of a file."""
         check_guide_of(self.svi.guide, self._kept.mark)
         self._kept.put_back()
         if self._saved is None:
@@ -261,11 +264,9 @@ def fit(
 
     The same as ``SVI(model, guide, optim, loss)`` with what is given, the rest of
     :func:`pyro_ngvi.advise`, a loop over ``svi.step``, and :class:`~pyro_ngvi.StopRule` to end it.
-    Ctrl-C or SIGTERM end it after the step at hand, with a whole :class:`Fit`, which prints as what was
-    chosen, why it stopped, and whether to believe it.
-
-    Not for a loss that changes between steps (``kl_weight`` in a warm-up), nor for several optimizers:
-    write the loop.  Parameters of ``pyro.param``, those of a guide that is a function too, begin where
+    Ctrl-C or SIGTERM end it after the step at hand.  The :class:`Fit` prints as what was chosen, why it
+    stopped, and whether to believe it.  Not for a loss that changes between steps (``kl_weight`` in a
+    warm-up), nor for several optimizers: write the loop.  Parameters of ``pyro.param`` begin where
     Pyro's store has them; what is read of a fit later first puts its own back.
 
     Args:
@@ -274,11 +275,10 @@ def fit(
             ``functools.partial``.
         args: its arguments, with the data, and ``kwargs``.
         guide: a guide, a class of guides, or the name of one of this package or of Pyro; ``"auto"`` for
-            the best of several: the one that would be chosen, a mixture where the search for a start
-            has seen several modes, :class:`~pyro_ngvi.AutoHierarchical` where there are units, and
+            the best of several: the one that would be chosen, for a minute at first, a mixture where
+            several modes were seen, :class:`~pyro_ngvi.AutoHierarchical` where there are units, and
             :class:`~pyro_ngvi.AutoCouplingFlow` up to 100 latent variables, until draws of one may be
             taken as they are (no error of a third of the bounds, no other mode), or it gains no more.
-            The first takes a minute at most, and goes on in the end if it was the best.
         optim: as for :func:`pyro_ngvi.advise`; so ``loss`` and ``num_particles``.
         data: minibatches: a ``DataLoader``, or another iterable that can be gone through again, of
             tuples of arguments.  ``args`` are then those of all data, for what is read afterwards;
@@ -287,8 +287,7 @@ def fit(
         max_time: the same in seconds, of which the search for a start takes half at most.
         tol: nats of ELBO that may be left to gain within the guide's family; 0 to go on to a limit.
         seed: of all random numbers, as by ``pyro.set_rng_seed``.
-        compile: whether the steps run as graphs, see :func:`pyro_ngvi.compile`; ``"auto"`` for a run
-            that has taken five seconds and 300 steps.
+        compile: whether to :func:`pyro_ngvi.compile`; ``"auto"``: after five seconds and 300 steps.
         distributed: options of :func:`pyro_ngvi.distributed.wrap`, ``{"plates": ["data"]}``, for a run
             on several processes, whose reads are calls of all of them, but ``print``, ``elbo`` and
             ``khat``; the guide is a Gaussian over all latent variables, if not given.

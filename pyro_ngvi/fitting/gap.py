@@ -15,11 +15,9 @@ be hidden by that.)
 
 x comes from conjugate gradients, preconditioned by the Fisher matrix F of the family.  H v is the
 difference of gradients at a shifted and at the same q, of the noise behind a.  That noise is white over
-all of its rows: else H is not F for a normal posterior either, and the solver takes two or three times
-as many steps, from more rows.  It goes on to a small residual: along correlated posteriors H is a
-thousandth of F and less, and a gradient that is hardly there stands for much.  x is also the way to the
-optimum: where natural gradients creep, one such step of Newton's goes it.  Far from the optimum (1) is
-no more than a large number.
+all of its rows: else H is not F for a normal posterior either, and the solver takes more steps.  It
+goes on to a small residual: along correlated posteriors H is a thousandth of F and less.  x is also the
+way to the optimum, where natural gradients creep.  Far from it (1) is no more than a large number.
 """
 
 from __future__ import annotations
@@ -48,7 +46,6 @@ SHIFT = 0.05
 HALF = 8
 #: steps of conjugate gradients, at most, and the share that is left of the squared residual
 CG_STEPS, RESIDUAL = 20, 1e-6
-
 #: share of the tolerance for which no step is taken: no mean is off by more than .01 sd for .05 nats
 HARDLY = 1e-3
 #: negative curvature, in units of F, that is taken for none, and such as no q has
@@ -60,14 +57,19 @@ Parts = list[Tensors]
 
 @dataclass(frozen=True)
 class Gap:
-    """Nats still to gain.
+    """Nats of ELBO still to gain within the family: gap = x' b / 2, H x = a, with H the Hessian of the
+    loss and a, b means of its gradient over different noise, so that their noise adds nothing.
 
     Attributes:
-        nats: the estimate (2), below zero by chance where little is left.
-        error: its standard error.
+        nats: this estimate, below zero by chance where little is left.
+        error: its standard error, in nats.
         gradients: how many gradients of the loss it took.
-        curved: whether all Hessian products were positive, where there was a slope; where not, the
-            guide stands at no minimum.
+        curved: whether all Hessian products were positive; where not, the guide is at no minimum.
+
+    Example:
+        >>> gap = Gap(nats=0.03, error=0.01, gradients=80)
+        >>> gap.is_below(0.05), gap.is_above(0.05), gap.is_below(0.02), gap.is_above(0.005)
+        (True, False, False, True)
     """
 
     nats: float
@@ -80,7 +82,7 @@ class Gap:
         return self.curved and self.error <= 0.5 * tol and self.nats + self.error <= tol
 
     def is_above(self, tol: float) -> bool:
-        """Whether it is above, by two standard errors."""
+        """Whether it is above ``tol`` nats, by two standard errors."""
         return not self.curved or not self.nats - 2.0 * self.error <= tol
 
 
@@ -150,9 +152,7 @@ class GapMeter:
     def newton_step(self, tol: float) -> bool:
         """Move what the guide holds by the part of x in equation (2) that is best by b, or less of it;
         whether the mean loss over the noise behind b, of which x knows nothing, falls so.  Nothing
-        moves where a thousandth of ``tol`` is not to be gained.
-
-        A part t of x lowers the loss by t x'b - t^2 x' H x / 2, and x' H x = x'a.
+        moves where a thousandth of ``tol`` is not to be gained.  A part t of x lowers the loss by t x'b - t^2 x' H x / 2, and x' H x = x'a.
         """
         gap, x, energy, n = self._way
         if gap.is_above(self.far()) or gap.is_below(HARDLY * tol) or gap.nats <= 2.0 * gap.error:

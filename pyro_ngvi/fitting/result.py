@@ -96,12 +96,13 @@ class Result:
 
     @property
     def losses(self) -> np.ndarray:
-        """The loss of each step, (steps,), in nats."""
+        """The loss of each step, (steps,), in nats: minus the ELBO of its draws."""
         return np.array(self.stop.losses)
 
     @property
     def gap(self) -> Any:
-        """The nats still to gain at the last look of the stop rule, ``None`` where that is long ago."""
+        """The nats still to gain at the last look of the stop rule (:class:`Gap`), ``None`` where that
+        was before three quarters of the steps."""
         return gap_of_late(self.stop)
 
     @property
@@ -111,13 +112,13 @@ class Result:
 
     @property
     def seconds(self) -> float:
-        """What they took in all, with the looks of the stop rule."""
+        """The seconds that they took in all, with the looks of the stop rule."""
         return sum(self._seconds)
 
     @property
     def report(self) -> dict[str, np.ndarray]:
-        """Of each step its loss and its seconds; of each look of the stop rule its step, the nats to go
-        and their standard error."""
+        """``loss`` and ``seconds`` of each step, (steps,); ``look``, ``gap`` and ``gap_error`` (looks,),
+        the step of each look of the stop rule, the nats to go and their standard error."""
         table = np.array([(k, gap.nats, gap.error) for k, gap in self.stop.looks]).reshape(-1, 3)
         found = {"loss": self.losses, "seconds": np.array(self._seconds)}
         return found | dict(zip(("look", "gap", "gap_error"), table.T, strict=True))
@@ -238,7 +239,7 @@ class Result:
 
     @property
     def elbo(self) -> tuple[float, float]:
-        """The ELBO of the guide in nats, and its standard error."""
+        """The ELBO of the guide, mean_s [log p(data, z_s) - log q(z_s)] in nats, and its standard error."""
         return self.khat.elbo, self.khat.elbo_error
 
     @property
@@ -259,10 +260,10 @@ class Result:
         return self.to_arviz(num_samples=self._draws, seed=0, **groups)
 
     def to_arviz(self, **options: Any) -> Any:
-        """:func:`pyro_ngvi.to_arviz` of the fit, with its options; without groups of numbers by datum
-        where it was given minibatches alone.  Corrected draws of a hierarchy where the guide's own show
-        errors, unless ``corrected`` says otherwise.  Resampled are the draws of the verdict, if neither
-        ``num_samples`` nor ``seed`` says otherwise."""
+        """:func:`pyro_ngvi.to_arviz` of the fit, with its options, ``fit.to_arviz(prior=True)``; no
+        numbers by datum where it was given minibatches alone.  Corrected draws of a hierarchy where the
+        guide's own show errors, unless ``corrected=False``.  With ``resample="psis"`` the draws of the
+        verdict, if neither ``num_samples`` nor ``seed`` says otherwise."""
         model, args = self._call
         if options.get("resample"):
             options = {"num_samples": self._draws, "seed": 0} | options
@@ -272,14 +273,16 @@ class Result:
         return diagnostics.to_arviz(model, guide, *args, **options, **self.kwargs)
 
     def summary(self, **options: Any) -> Any:
-        """ArviZ's table with the verdict under it: :func:`pyro_ngvi.summary`, with its ``options``."""
+        """ArviZ's table with the verdict under it: :func:`pyro_ngvi.summary`, with its ``options``, as
+        ``fit.summary(var_names=["m"])``."""
         self.verdict  # noqa: B018
         return diagnostics.summary(self.idata, **options)
 
     def loo(self, var_name: str | None = None) -> Any:
         """Leaving out each datum in turn, by weights p / q unless the verdict has no use for them:
         :func:`pyro_ngvi.diagnostics.loo`.  ``var_name`` is the observed site, where there are several.
-        ``AutoSites`` knows it better: ``fit.guide.loo()``."""
+        ``AutoSites`` knows it better: ``fit.guide.loo()``.  A ``ValueError`` where it saw minibatches
+        alone."""
         self._need_all_data()
         if var_name not in self._loo:
             how: Any = {"num_samples": self._draws, "var_name": var_name, "seed": 0}
@@ -302,8 +305,9 @@ class Result:
             return guide_draws(partial(source, *self._call[1], **self.kwargs), num_samples)[0]
 
     def predict(self, *args: Any, **options: Any) -> dict[str, Tensor]:
-        """:func:`pyro_ngvi.predict` at new arguments, ``args`` of the model, from such draws; its
-        ``options`` are ``num_samples``, ``seed``, ``from_prior`` and more, and the model's keywords."""
+        """:func:`pyro_ngvi.predict` at new arguments, ``args`` of the model, from such draws, as
+        ``fit.predict(X_new, num_samples=500)["y"]`` (500, ...), with its ``options`` and the model's
+        keywords."""
         return diagnostics.predict(self.model, self._source, *args, **options)
 
     # --- to look at
