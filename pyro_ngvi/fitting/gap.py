@@ -152,7 +152,8 @@ class GapMeter:
     def newton_step(self, tol: float) -> bool:
         """Move what the guide holds by the part of x in equation (2) that is best by b, or less of it;
         whether the mean loss over the noise behind b, of which x knows nothing, falls so.  Nothing
-        moves where a thousandth of ``tol`` is not to be gained.  A part t of x lowers the loss by t x'b - t^2 x' H x / 2, and x' H x = x'a.
+        moves where a thousandth of ``tol`` is not to be gained.  A part t of x lowers the loss
+        by t x'b - t^2 x' H x / 2, and x' H x = x'a.
         """
         gap, x, energy, n = self._way
         if gap.is_above(self.far()) or gap.is_below(HARDLY * tol) or gap.nats <= 2.0 * gap.error:

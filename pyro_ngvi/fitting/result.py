@@ -117,7 +117,7 @@ class Result:
 
     @property
     def report(self) -> dict[str, np.ndarray]:
-        """``loss`` and ``seconds`` of each step, (steps,); ``look``, ``gap`` and ``gap_error`` (looks,),
+        """``loss`` and ``seconds`` of each step, (steps,); ``look``, ``gap``, ``gap_error`` (looks,),
         the step of each look of the stop rule, the nats to go and their standard error."""
         table = np.array([(k, gap.nats, gap.error) for k, gap in self.stop.looks]).reshape(-1, 3)
         found = {"loss": self.losses, "seconds": np.array(self._seconds)}
@@ -239,7 +239,7 @@ class Result:
 
     @property
     def elbo(self) -> tuple[float, float]:
-        """The ELBO of the guide, mean_s [log p(data, z_s) - log q(z_s)] in nats, and its standard error."""
+        """The ELBO, mean_s [log p(data, z_s) - log q(z_s)] in nats, and its standard error."""
         return self.khat.elbo, self.khat.elbo_error
 
     @property
