@@ -1,10 +1,4 @@
-r"""The log density of all data, from minibatches one after the other.
-
-    log p(y, z) = sum_b s_b log p_b(y_b, z),      s_b = M_b / N,
-
-where log p_b has the prior once and the likelihood of the M_b data of minibatch b times N / M_b, as
-Pyro's subsampled plates do; over an epoch the s_b sum to one.
-"""
+"""The log density of all data, from minibatches one after the other."""
 
 from __future__ import annotations
 
@@ -22,12 +16,16 @@ ROUNDING = 1e-6
 
 
 class OverBatches:
-    """A model of minibatches, for what asks for its log density at all data: k-hat and the ELBO.
+    """A model of minibatches, for what asks for its log density at all data: k-hat and the ELBO,
+
+        log p(y, z) = sum_b s_b log p_b(y_b, z),      s_b = M_b / N,
+
+    where log p_b has the prior once and the likelihood of the M_b data of minibatch b times N / M_b, as
+    Pyro's subsampled plates do; over an epoch the s_b sum to one.
 
     Pass it as the model to :func:`pyro_ngvi.khat` or :func:`pyro_ngvi.to_arviz`, with the arguments of
     any one minibatch; what is no part of one goes by keyword.  All draws see every datum in one pass,
-    and memory holds one minibatch at a time.  A :class:`~pyro_ngvi.fitting.Fit` of ``data=`` alone does
-    so by itself.
+    and memory holds one minibatch.  A :class:`~pyro_ngvi.fitting.Fit` of ``data=`` alone does so.
 
     Not for: what has numbers for each datum, which the container is left without, as it is of
     deterministic sites; other diagnostics; latent variables in the plate of the data.

@@ -33,25 +33,23 @@ class GaussianProcess(TorchDistribution):
             unit variances in float64; an RBF kernel in float32 needs 1e-4 and more.
 
     Raises:
-        ValueError: for a kernel matrix that is not positive definite; in the plate of the data.
+        ValueError: for a kernel matrix that is not positive definite, a jitter below 0, a mean of
+            another shape; in the plate of the data.
 
     Example:
-        >>> import pyro, torch, pyro.distributions as dist
-        >>> from pyro.infer import SVI
-        >>> import pyro_ngvi as ngvi
-        >>> from pyro_ngvi.distributions import GaussianProcess
+        >>> import pyro, pyro.distributions as dist, pyro_ngvi as ngvi
         >>> kernel = lambda X, Z=None, diag=False: (
         ...     torch.ones(len(X)) if diag else (-(X[:, None] - (X if Z is None else Z)).abs()).exp())
         >>> X = torch.linspace(0, 5, 60)
         >>> y = (X.sin() > 0).float()
         >>> def model(X, y=None, batch=None):
         ...     data = pyro.plate("data", len(X), subsample_size=batch)
-        ...     f = pyro.sample("f", GaussianProcess(kernel, X[data.indices]))
-        ...     y = None if y is None else y[data.indices]
+        ...     f = pyro.sample("f", ngvi.distributions.GaussianProcess(kernel, X[data.indices]))
         ...     with data:
-        ...         pyro.sample("y", dist.Bernoulli(logits=f), obs=y)
+        ...         obs = None if y is None else y[data.indices]
+        ...         pyro.sample("y", dist.Bernoulli(logits=f), obs=obs)
         >>> guide = ngvi.AutoSites(model, inducing=X[::6])
-        >>> svi = SVI(model, guide, ngvi.CVI(guide), ngvi.SitesELBO())
+        >>> svi = pyro.infer.SVI(model, guide, ngvi.CVI(guide), ngvi.SitesELBO())
         >>> losses = [svi.step(X, y, batch=20) for _ in range(60)]  # minibatches of 20
         >>> mean, variance = guide.predict(torch.tensor([1.5, 4.5]))["f"]  # at new inputs
         >>> mean.sign(), variance.shape

@@ -1,8 +1,5 @@
 r"""Matern Gaussian processes on a line as chains of states, exactly (Hartikainen & Sarkka 2010).
 
-    k(t, t') = variance e^-x p(x),   x = sqrt(2 nu) |t - t'| / lengthscale,
-    p = 1,  1 + x,  1 + x + x^2 / 3    for nu = 1/2, 3/2, 5/2.
-
 f solves a linear differential equation of order nu + 1/2 driven by white noise.  The state holds f and
 its derivatives in units of lengthscale / sqrt(2 nu), so that a step depends on x only:
 
@@ -31,14 +28,17 @@ def matern_state_space(
     *,
     validate_args: bool | None = None,
 ) -> GaussianStateSpace:
-    """A Matern process f at ``times``: a chain whose states' first component is f(t).
+    """A Matern process f at ``times``: a chain whose states' first component is f(t), of covariance
+
+        k(t, t') = variance e^-x p(x),   x = sqrt(2 nu) |t - t'| / lengthscale,
+        p = 1,  1 + x,  1 + x + x^2 / 3    for nu = 1/2, 3/2, 5/2.
 
     States have nu + 1/2 components: f, f' l, f'' l^2 with l = lengthscale / sqrt(2 nu).
     Differentiable in ``lengthscale`` and ``variance``.  One input only.
 
     Args:
         times: (T,), strictly increasing, at any distances.
-        lengthscale, variance: positive numbers, or 0-dim tensors.
+        lengthscale, variance: positive numbers, or 0-dim tensors; lengthscale in the unit of ``times``.
         nu: 0.5, 1.5 or 2.5; f has nu - 1/2 derivatives.
 
     Raises:

@@ -1,7 +1,5 @@
 r"""Gauss-Markov chains (linear Gaussian state-space models), with all times at once.
 
-    s_1 ~ N(m, C),    s_{t+1} = A_t s_t + c_t + noise_t,    noise_t ~ N(0, Q_t),    t = 1..T-1.
-
 Draws and moments are scans: a round joins the steps of each pair into one, solves the chain of the
 pairs, which gives the states at odd t, and steps once from there to even t (Blelloch 1990, "Prefix sums
 and their applications"; for Gaussian chains Sarkka & Garcia-Fernandez 2021).  Sums of positive
@@ -26,8 +24,9 @@ from ..linalg.products import matvec
 class GaussianStateSpace(TorchDistribution):
     """A Gauss-Markov chain s of T states in R^S; event shape (T, S).
 
-    The parameters are those of one chain; :meth:`expand` makes independent copies, as a plate does.
+        s_1 ~ N(m, C),    s_{t+1} = A_t s_t + c_t + noise_t,    noise_t ~ N(0, Q_t),    t = 1..T-1.
 
+    The parameters are those of one chain; :meth:`expand` makes independent copies, as a plate does.
     Not for exactly singular C or Q_t, which have no density.  Nearly singular ones are fine if they are
     so along the axes of the state (smooth processes in small steps, integrated noise).
 
@@ -40,15 +39,16 @@ class GaussianStateSpace(TorchDistribution):
         num_steps: T; needed only where nothing given has a dimension of time.
 
     Raises:
-        ValueError: for wrong shapes, an unknown T, a covariance given twice or not at all.
+        ValueError: for wrong shapes, an unknown T, a covariance given twice, not at all or not positive
+            definite.
 
     Example:
         >>> import torch
         >>> C = torch.tensor([[1.0, 0.0], [0.0, 0.5]])
         >>> A = torch.tensor([[1.0, 0.1], [0.0, 1.0]])
         >>> d = GaussianStateSpace(torch.zeros(2), C, A, 0.1 * C, num_steps=100)
-        >>> d.event_shape, d.sample((3,)).shape
-        (torch.Size([100, 2]), torch.Size([3, 100, 2]))
+        >>> d.event_shape, d.sample((3,)).shape, d.variance[1]  # A C A' + 0.1 C
+        (torch.Size([100, 2]), torch.Size([3, 100, 2]), tensor([1.1050, 0.5500]))
     """
 
     arg_constraints: Any = {  # noqa: RUF012 - as in torch
@@ -118,7 +118,7 @@ class GaussianStateSpace(TorchDistribution):
         return self.noise_scale_tril @ self.noise_scale_tril.mT
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> GaussianStateSpace:
-        """Independent copies of the chain."""
+        """Independent copies of the chain, of the batch shape that is given."""
         new: Any = self._get_checked_instance(GaussianStateSpace, _instance)
         vars(new).update(vars(self))
         shapes = torch.Size(batch_shape), self.event_shape
@@ -139,7 +139,7 @@ class GaussianStateSpace(TorchDistribution):
         return self.from_noise(torch.randn(shape, dtype=like.dtype, device=like.device))
 
     def from_noise(self, noise: Tensor) -> Tensor:
-        """The draw that white ``noise`` (..., T, S) makes."""
+        """The draw (..., T, S) that white ``noise`` (..., T, S) makes."""
         A, c, L = self.steps()
         return scan(A, c + matvec(L, noise))[0]
 
@@ -165,13 +165,13 @@ class GaussianStateSpace(TorchDistribution):
 
     @property
     def mean(self) -> Tensor:
-        """(*batch_shape, T, S)."""
+        """E s_t, (*batch_shape, T, S)."""
         A, c, _ = self.steps()
         return scan(A, c)[0].expand(self._extended_shape())
 
     @property
     def variance(self) -> Tensor:
-        """(*batch_shape, T, S)."""
+        """Var s_t, entry by entry, (*batch_shape, T, S)."""
         variance = self.moments()[1].diagonal(dim1=-2, dim2=-1)
         return variance.expand(self._extended_shape())
 

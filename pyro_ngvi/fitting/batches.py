@@ -126,12 +126,12 @@ class Batches:
                 generator.set_state(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """The place, as plain data."""
+        """The place, as plain data, for :func:`pyro_ngvi.save`."""
         own = [g.get_state() for g in self._generators()]
         return {"epoch": self.epoch, "position": self.position, "start": self._start, "own": own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a place; random states other than the source's own are left as they are."""
+        """Go to a place, refused of another loader; other random states are left as they are."""
         own = self._generators()
         if len(own) != len(state["own"]):
             raise ValueError(

@@ -46,11 +46,9 @@ def save(
     """Write everything that the next step of ``svi`` depends on, for :func:`pyro_ngvi.load`.
 
     That is parameters and buffers of guide and model, other parameters that the optimizer steps, its
-    state, and the random states of torch, its devices, NumPy and Python.  A file that stood there is
-    replaced once the new one is whole.
-
-    Not saved: code (model, guide class, settings of the optimizer), data, ``kl_weight`` of a loss,
-    buffers that a *function* registers by ``pyro.module``, generators of your own.
+    state, and the random states of torch, its devices, NumPy and Python.  The file is replaced once the
+    new one is whole.  Not saved: code (model, guide class, settings of the optimizer), data,
+    ``kl_weight``, buffers that a *function* registers by ``pyro.module``, generators of your own.
 
     Args:
         path: the file.
@@ -71,7 +69,7 @@ def save(
         ...     return SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(4))
         >>> svi, y = run(), torch.tensor(2.0)
         >>> path = os.path.join(tempfile.mkdtemp(), "run.ngvi")
-        >>> losses = [svi.step(y) for _ in range(3)]
+        >>> loss = svi.step(y)
         >>> ngvi.save(path, svi)
         >>> expected = svi.step(y)
         >>> pyro.clear_param_store()  # tomorrow

@@ -47,10 +47,12 @@ def load(
 ) -> Any:
     """Go on where a run was saved: the steps after it are those of an unbroken run, bit for bit.
 
-    Of a hand-written loop (:func:`pyro_ngvi.save`) make model, guide, optimizer and loss by the same
-    code as then, and pass the SVI.  Of a fit pass the model: ``ngvi.load(path, model).resume(X, y)``.
-    The file may come from another device: values come to where guide and model are.  Gives what
-    :func:`save` got as ``extra``; for a model the :class:`Fit`.
+    Of a hand-written loop (:func:`pyro_ngvi.save`, whose example has both) make model, guide, optimizer
+    and loss by the same code as then, and pass the SVI.  Of a fit pass the model.  The file may come
+    from another device: values come to where guide and model are.
+
+    Returns:
+        What :func:`save` got as ``extra``; for a model the :class:`Fit`.
 
     Args:
         path: the file.
@@ -66,6 +68,15 @@ def load(
         FileNotFoundError: where there is no file.
         ValueError: for a file that is damaged or something else, and for a run of another model, guide,
             optimizer or precision; where shapes differ it may be torch's RuntimeError.
+
+    Example:
+        >>> import os, tempfile, pyro, pyro.distributions as dist, pyro_ngvi as ngvi
+        >>> model = lambda: pyro.sample("x", dist.Gamma(9.0, 3.0))
+        >>> path = os.path.join(tempfile.mkdtemp(), "fit.ngvi")
+        >>> ngvi.fit(model, max_steps=3, seed=0, progress=False).save(path)
+        >>> fit = ngvi.load(path, model)  # tomorrow
+        >>> fit.steps, fit.resume(progress=False).why_stopped
+        (3, 'converged')
     """
     saved = read(path)
     if isinstance(run, SVI):

@@ -45,22 +45,22 @@ class StopRule:
     r"""Tells a loop over ``svi.step`` when to end, by what is still to gain.
 
     "converged": the ELBO of what the guide holds is at most ``tol`` nats below the best of its family
-    *near by*, found from gradients there (:mod:`pyro_ngvi.fitting.gap`).  It needs a guide of ours with
-    a known Fisher matrix; or Pyro's ``AutoNormal``, ``AutoDiagonalNormal``, ``AutoMultivariateNormal``
-    or ``AutoLowRankMultivariateNormal``, with an ELBO of Pyro's and a model that ``vmap`` can run.  For
-    other guides, for means of which float32 hardly resolves the sds, or where the model has parameters
-    of its own, the rule says "settled": the trimmed mean of the losses of the last quarter of the steps
-    is no more than ``tol`` below that of that before, by a standard error of at most tol / 2; or, of
-    natural gradients on all data, the loss fell so little while the steps doubled, by common noise; or
-    sweeps of ``CVI`` over all data have no more to fall, by the ratio of their last falls.  That says
-    nothing of what a rate too small leaves to gain.
+    *near by*, by a :class:`~pyro_ngvi.fitting.Gap` with g and H gradient and Hessian of the loss there:
 
-    It looks when losses have ceased to fall: after step 5, then after 10 to 25 % more, with as many
-    gradients as steps at most.  But for ``newton``, and a guide that goes back, a run is as without it.
+        gap + error <= tol,    error <= tol / 2,    gap = g' H^-1 g / 2.
 
-    Not for: a loss that changes between steps (``kl_weight`` in a warm-up); posteriors with several
-    modes, of which it sees the one at hand.  Whether the best of the family is near the posterior is
-    :func:`pyro_ngvi.khat`'s question.
+    It needs a guide of ours with a known Fisher matrix; or Pyro's ``AutoNormal``,
+    ``AutoDiagonalNormal``, ``AutoMultivariateNormal`` or ``AutoLowRankMultivariateNormal``, with an
+    ELBO of Pyro's and a model that ``vmap`` can run.  For other guides, for means of which float32
+    hardly resolves the sds, or where the model has parameters of its own, the rule says "settled": the
+    trimmed mean loss of the last quarter of the steps is no more than ``tol`` below that before, by a
+    standard error of at most tol / 2 (of natural gradients on all data also by common noise, of ``CVI``
+    by the ratio of its last falls).  That says nothing of what a rate too small leaves to gain.
+
+    It looks after step 5, then after 10 to 25 % more, with as many gradients as steps at most.  But for
+    ``newton``, and a guide that goes back, a run is as without it.  Not for a loss that changes between
+    steps, nor for several modes, of which it sees the one at hand.  Whether the best of the family is
+    near the posterior is :func:`pyro_ngvi.khat`'s question.
 
     Args:
         svi: the ``pyro.infer.SVI`` of the loop.
@@ -68,23 +68,21 @@ class StopRule:
         batches: for loops over minibatches, what they go over: an iterable that can be gone through
             again, such as a ``DataLoader``, of tuples of arguments, or of single ones.
         max_steps: steps after which to stop in any case; ``max_time`` in seconds since it was made.
-        newton: whether a look, the last one too, moves a guide of ours to what it finds to gain, under
-            an optimizer of ours and a ``BatchedELBO`` of all data, as :func:`pyro_ngvi.fit` lets it.
+        newton: whether a look moves a guide of ours to what it finds to gain, as in :func:`fit`, under
+            an optimizer of ours and a ``BatchedELBO`` of all data.
 
     Attributes:
         reason: why to stop, or ``None``: "converged"; "settled"; "stalled" (three quarters of the steps
-            have not halved a gap above ``tol``; or, where optimizer or noise hide that, the losses of a
-            quarter fell by at most a tenth of their own sd, by two standard errors; or the loss of a
-            block rose, or that of natural gradients on all data by more nats than latent variables, and
-            the guide holds what was best); "max_steps"; "max_time"; "diverged" (20 more steps were
-            skipped, or had no finite loss, than since).
+            have not halved a gap above ``tol``; where optimizer or noise hide that, losses are flat; or
+            they rose, and the guide holds what was best); "max_steps"; "max_time"; "diverged" (20 more
+            steps were skipped, or had no finite loss, than since).
         gap: nats still to gain at the last look (:class:`~pyro_ngvi.fitting.Gap`), before a step of it;
             ``None``: no look.
-        losses: what it has seen, and ``steps``, how many.
+        losses: what it has seen, in nats, and ``steps``, how many.
         looks: step and gap of each look so far.
 
     Raises:
-        ValueError: for arguments out of range.
+        ValueError: for what is no SVI, and limits or a ``tol`` that are not positive.
 
     Example:
         >>> import pyro, pyro.distributions as dist, pyro_ngvi as ngvi
@@ -134,7 +132,8 @@ class StopRule:
         max_time: float | None = None,
         tol: float | None = None,
     ) -> None:
-        """Put other limits, which count from here, in the place of those of before; so a ``tol``."""
+        """Put other limits, which count from here, in the place of those of before, as
+        ``stop.limit(max_steps=500)``; so a ``tol``, in nats."""
         limits = {"tol": tol or None, "max_steps": max_steps, "max_time": max_time}
         for name, value in limits.items():
             if value is not None and not value > 0:
@@ -235,10 +234,9 @@ class StopRule:
     def polish(self, *args: Any, **kwargs: Any) -> bool:
         """Newton steps for a run that has stalled, at the arguments of a step: whether it "converged".
 
-        Natural gradients creep where H in equation (2) of :mod:`pyro_ngvi.fitting.gap` is a small part
-        of F, as for a mean field of correlated latents.  A guide of ours moves along x while the losses
-        of other noise fall so, then by twice as many gradients, within ``max_time`` and three times the
-        gradients of the run.  :func:`pyro_ngvi.fit` does this by itself.
+        Natural gradients creep where H is a small part of the Fisher matrix, as for a mean field of
+        correlated latents.  A guide of ours moves along H^-1 g while losses of other noise fall so,
+        within ``max_time`` and three times the gradients of the run, as :func:`pyro_ngvi.fit` does.
         """
         meter = self._meter(args, kwargs) if self._blocks() else None
         most = POLISH * (self.steps + sum(gap.gradients for _, gap in self.looks))
@@ -338,7 +336,7 @@ class StopRule:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what another rule has seen."""
+        """Take over what another rule has seen, of its :meth:`state_dict`."""
         self.losses = state["losses"].tolist()
         self.looks = [(steps, Gap(*gap)) for steps, gap in state["looks"]]
         self.gap = self.looks[-1][1] if self.looks else None
