@@ -265,10 +265,7 @@ def diagnose(
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist
-        >>> def model():
-        ...     pyro.sample("z", dist.Normal(0.0, 1.0))
-        >>> def narrow():
-        ...     pyro.sample("z", dist.Normal(0.0, 0.4))
+        >>> model, narrow = (lambda s=s: pyro.sample("z", dist.Normal(0.0, s)) for s in (1.0, 0.4))
         >>> diagnose(model, model).decision, diagnose(model, narrow).decision
         ('intervals', 'unusable')
     """

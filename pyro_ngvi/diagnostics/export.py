@@ -107,6 +107,7 @@ def to_arviz(
         ValueError: as :func:`khat`, but for a guide that is a point mass in some sites (a
             ``UserWarning``, and an infinite k-hat); for ``coords`` or ``dims`` that do not fit,
             another ``resample``, or weights of it that are not finite; as :func:`predict`.
+        TypeError: for ``predictions`` that are no tuple or dict.
 
     Warns:
         RuntimeWarning: where rounding has put draws onto the end of their support, and with

@@ -116,9 +116,8 @@ def linear_response(
         >>> import pyro, pyro.distributions as dist, torch
         >>> from pyro.infer.autoguide import AutoNormal
         >>> precision = torch.tensor([[1.0, 0.9], [0.9, 1.0]])
-        >>> def model():
-        ...     prior = dist.MultivariateNormal(torch.zeros(2), precision_matrix=precision)
-        ...     pyro.sample("z", prior)
+        >>> prior = dist.MultivariateNormal(torch.zeros(2), precision_matrix=precision)
+        >>> model = lambda: pyro.sample("z", prior)
         >>> guide = AutoNormal(model, init_scale=1.0)  # the mean-field optimum, as it happens
         >>> found = linear_response(model, guide)
         >>> [round(float(sd["z"][0]), 3) for sd in (found.guide_sd, found.sd)]  # 1, 0.19^(-1/2)

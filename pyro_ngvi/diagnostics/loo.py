@@ -47,14 +47,11 @@ def loo(
 
     .. math:: \log p(y_i | y_{-i}) \approx \log \sum_s w_{is} p(y_i | z_s), \quad \sum_s w_{is} = 1.
 
-    ``arviz.loo`` of the guide's draws leaves p / q out, and so leaves a datum out of q.  That is done
-    here only where p / q is of no use, :class:`KHat` "unusable". Under ``poutine.scale`` c the
-    posterior holds p(y_i | z)^c, which is what is left out.
-
-    Where a k-hat is too large 16 times as many draws decide, if they and the data are no more than
-    5 * 10^7 numbers.  Log likelihoods are not held beyond 2^28.  Masked data are no data.  Not for data
-    that depend on each other given the latent variables, nor for leaving out units of a hierarchy
-    (:func:`loo_units`).
+    ``arviz.loo`` of the guide's draws leaves p / q out, as is done here only where p / q is of no use,
+    :class:`KHat` "unusable". Under ``poutine.scale`` c it is p(y_i | z)^c that is left out.  Where a
+    k-hat is too large 16 times as many draws decide, if they and the data are no more than 5 * 10^7
+    numbers.  Masked data are no data.  Not for data that depend on each other given the latent
+    variables, nor for leaving out units of a hierarchy (:func:`loo_units`).
 
     Args:
         model: the Pyro model.

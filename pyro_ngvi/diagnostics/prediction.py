@@ -37,8 +37,7 @@ def predict(
 
     The model runs at the new arguments with the guide's latent sites fixed at draws from the guide.
     All other sites are drawn from the model, observed ones too: leave the data out (``y=None`` in the
-    model) or, where the model needs them for their size, pass any tensor of their shape. The model is
-    written for one draw (``X @ w``); where ``vmap`` cannot run it, it runs once for each.
+    model) or pass any tensor of their shape. The model is written for one draw (``X @ w``).
 
     Go through much new data in parts, with *kept* draws, which all parts then share:
     ``predict(model, to_arviz(model, guide, X, y), X_part)``.
@@ -46,13 +45,11 @@ def predict(
     A latent site with a value for each unit of the fit (a plate over rows, not over groups) is refused
     where the new arguments give it another size, and comes with a warning where it has the same: for
     other units name it in ``from_prior``. A process over inputs
-    follows to new ones where the guide is ``AutoSites``; all else knows it at those of the fit alone:
-    fit with the new ones too, their data masked, as draws ``from_prior`` have no regard to the data.
-    Further sites of a chain that is a loop of sites are drawn given its last one.
+    follows to new ones where the guide is ``AutoSites``; else fit with the new ones too, their data
+    masked. Further sites of a chain that is a loop of sites are drawn given its last one.
 
     Args:
-        model: the Pyro model. If a keyword argument of it has the name of an option here, bind it
-            first with ``functools.partial``.
+        model: the Pyro model; bind a keyword argument with the name of an option here first.
         guide: any trained Pyro guide of it, called with the new arguments; or kept draws: what
             :func:`to_arviz` returned, or another container with a group ``posterior``; a dict of
             (S, ...), as ``samples`` of :func:`pyro_ngvi.integrate` or ``get_samples()`` of MCMC.
@@ -64,9 +61,8 @@ def predict(
         from_prior: latent sites to draw from the model, given the other sites, in place of the guide's
             or as the guide has none; empty to say that there are no others.
         batch_size: draws that the model sees at once; ``None`` for a number that bounds memory.
-        seed: makes the result repeatable and leaves the global random state as it was. The same seed
-            gives the draws of :func:`to_arviz`, posterior and ``predictions``; of corrected ones
-            from ``num_samples=1000`` on.
+        seed: makes the result repeatable and leaves the global random state as it was: the draws of
+            :func:`to_arviz` by the same seed, corrected ones from ``num_samples=1000`` on.
 
     Raises:
         ValueError: when the guide was never called, the model or the guide cannot run on these

@@ -30,9 +30,6 @@ def summary(data: Any, **kwargs: Any) -> Any:
         data: what :func:`pyro_ngvi.to_arviz` returned, or a :class:`~pyro_ngvi.fitting.Fit`.
         kwargs: of ``arviz.summary``; with ``fmt="xarray"`` there are no columns, and no line.
 
-    Returns:
-        A ``pandas.DataFrame`` with a row for each entry of a site.
-
     Raises:
         ValueError: when ``kind`` is not ``"stats"``, the default, nor begins so.
 

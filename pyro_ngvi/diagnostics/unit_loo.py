@@ -53,11 +53,7 @@ class UnitLOO:
     influence: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
 
     def most(self, count: int = 10) -> Tensor:
-        """Numbers (count,) of the units that move a global furthest.
-
-        Raises:
-            ValueError: for a negative ``count``.
-        """
+        """Numbers (count,) of the units that move a global furthest, the first one first."""
         require(count >= 0, "count", "not be negative", count)
         parts = [x.reshape(len(x), -1) for x in self.influence.values()]
         parts += [self.pointwise.new_zeros(len(self.pointwise), 1)]

@@ -47,17 +47,16 @@ def khat(
 ) -> KHat:
     """Whether a trained Pyro guide's draws may be taken as they are: :class:`KHat`.
 
-    The same ``num_samples`` and ``seed`` give the draws of :func:`pyro_ngvi.to_arviz`, which says what
-    the other arguments are. Where k-hat is too large though the weights are worth half of the draws, or
-    draws would do for resampling but for its error, 16 times as many draws decide, if they and their
-    data are no more than 5 * 10^7 numbers; and so many of the prior where few suggest that a mode is
-    missed. Latent sites marked ``infer={"enumerate": "parallel"}`` and not in the guide are summed out.
+    Where k-hat is too large though the weights are worth half of the draws, or draws would do for
+    resampling but for its error, 16 times as many draws decide, if they and their data are no more than
+    5 * 10^7 numbers; and so many of the prior where few suggest that a mode is missed. Latent sites
+    marked ``infer={"enumerate": "parallel"}`` and not in the guide are summed out.
 
     Args:
         model: the Pyro model.
         guide: any trained Pyro guide of it.
         args: those of both, and ``kwargs``: the full data.
-        num_samples: S, at least 25.
+        num_samples: S, at least 25; it and ``seed`` give the draws of :func:`pyro_ngvi.to_arviz`.
         seed: makes the result repeatable and leaves the global random state as it was.
         batch_size: draws that the model sees at once; ``None`` for a number that bounds memory.
 
@@ -68,10 +67,7 @@ def khat(
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist
-        >>> def model():
-        ...     pyro.sample("z", dist.Normal(0.0, 1.0))
-        >>> def narrow():
-        ...     pyro.sample("z", dist.Normal(0.0, 0.3))
+        >>> model, narrow = (lambda s=s: pyro.sample("z", dist.Normal(0.0, s)) for s in (1.0, 0.3))
         >>> khat(model, model, seed=0).decision  # an exact guide: all weights are equal
         'intervals'
         >>> found = khat(model, narrow, seed=0)

@@ -39,8 +39,7 @@ class GaussianStateSpace(TorchDistribution):
         num_steps: T; needed only where nothing given has a dimension of time.
 
     Raises:
-        ValueError: for wrong shapes, an unknown T, a covariance given twice, not at all or not positive
-            definite.
+        ValueError: for wrong shapes, an unknown T, a covariance given twice or not (positive definite).
 
     Example:
         >>> import torch

@@ -159,7 +159,7 @@ def advise(
 ) -> Advice:
     """Which guide, optimizer and loss :func:`pyro_ngvi.fit` takes for a model, and why.
 
-    By the structure of the model alone.  What is given is kept, the rest goes with it:
+    By the structure of the model alone; what is given is kept:
 
     * guide: :class:`~pyro_ngvi.AutoSites` where a latent site is a Gaussian process or a chain of this
       package, and it takes the model; :class:`~pyro_ngvi.AutoHierarchical` where at least half of the
@@ -174,8 +174,7 @@ def advise(
       ``SitesELBO`` for sites.
 
     Args:
-        model: a Pyro model.
-        args: its arguments, and ``kwargs``.
+        model: a Pyro model, and ``args``, ``kwargs`` its arguments.
         guide: a guide, a class of guides, or the name of one of this package or of Pyro.
         optim: an optimizer, a class (or function of the guide), or the name of one of this package.
         loss: a loss.

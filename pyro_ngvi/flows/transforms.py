@@ -56,13 +56,7 @@ class ZukoFlow(nn.Module):
 
 
 class PyroFlow(nn.Module):
-    """Transforms of Pyro from eps to z, in the order in which they act.
-
-    Example:
-        >>> flow = PyroFlow([pyro.distributions.transforms.AffineTransform(1.0, 2.0)])
-        >>> flow(torch.tensor([0.0, 3.0]))  # 1 + 2 x, and 2 log 2
-        (tensor([1., 7.]), tensor(1.3863))
-    """
+    """Transforms of Pyro from eps to z, in the order in which they act: of :func:`as_flow` too."""
 
     def __init__(self, transforms: Iterable[Any], cheap_inverse: bool = True) -> None:
         super().__init__()
@@ -120,14 +114,8 @@ class Spline:
 
 class CouplingFlow(nn.Module):
     """Layers (a, b) -> (f(b; network(4 tanh(a / 4))), a) from z to eps, f element by element (Dinh,
-    Sohl-Dickstein & Bengio 2017, ICLR), a the halves of the d variables in turn.  The identity, but for
-    the order of variables, until it is trained.
-
-    Args:
-        d: the number of variables.
-        element: f, :class:`Stretch` or a thing with its ``size`` and call.
-        layers: how many.
-        hidden: widths of the networks' hidden layers.
+    Sohl-Dickstein & Bengio 2017, ICLR), a the halves of the d variables in turn, the networks with
+    layers of ``hidden`` units.  The identity, but for the order of variables, until it is trained.
 
     Example:
         >>> flow = CouplingFlow(3, Stretch(), layers=2, hidden=(8,))

@@ -53,6 +53,8 @@ def check_vectorized(
     they are part of an ``AutoGuideList`` or ``vmap`` cannot run the model.
 
     Args:
+        model: the Pyro model, and ``guide`` a guide of it.
+        args: those of both, and ``kwargs``.
         num_particles: S, at least 2.
 
     Raises:
@@ -64,8 +66,10 @@ def check_vectorized(
         >>> def model(X):
         ...     w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
         ...     with pyro.plate("data", 3):
-        ...         pyro.sample("y", dist.Normal((X * w).sum(-1), 1.0), obs=torch.zeros(3))
-        >>> check_vectorized(model, AutoNormal(model), torch.ones(3, 2))
+        ...         pyro.sample("y", dist.Normal(X @ w, 1.0), obs=torch.zeros(3))
+        >>> check_vectorized(model, AutoNormal(model), torch.ones(3, 2))  # (X * w).sum(-1) would do
+        Traceback (most recent call last):
+        pyro_ngvi.probing.vectorized.BroadcastError: With vectorised particles the program fails after ...
     """
     if num_particles < 2:
         raise ValueError(f"num_particles is {num_particles}; a check needs at least 2.")
