@@ -69,7 +69,7 @@ def check_vectorized(
         ...         pyro.sample("y", dist.Normal(X @ w, 1.0), obs=torch.zeros(3))
         >>> check_vectorized(model, AutoNormal(model), torch.ones(3, 2))  # (X * w).sum(-1) would do
         Traceback (most recent call last):
-        pyro_ngvi.probing.vectorized.BroadcastError: With vectorised particles the program fails after ...
+        pyro_ngvi.probing.vectorized.BroadcastError: With vectorised particles the program fails ...
     """
     if num_particles < 2:
         raise ValueError(f"num_particles is {num_particles}; a check needs at least 2.")
