@@ -121,10 +121,8 @@ def to_arviz(
         ...     with pyro.plate("unit", len(y)):
         ...         pyro.sample("y", dist.Normal(mu, 1.0), obs=y)
         >>> data = to_arviz(model, AutoNormal(model), torch.ones(3), num_samples=100, seed=0)
-        >>> data["log_likelihood"]["y"].dims
-        ('chain', 'draw', 'unit')
-        >>> data.attrs["guide"]
-        'AutoNormal'
+        >>> data["log_likelihood"]["y"].dims, data["posterior"]["mu"].shape, data.attrs["guide"]
+        (('chain', 'draw', 'unit'), (1, 100), 'AutoNormal')
     """
     if resample not in (None, "psis"):
         raise ValueError(f'resample must be None or "psis", got {resample!r}.')

@@ -37,7 +37,7 @@ class UnitLOO:
         influence: by site of the globals (B, ...), its posterior mean less that without the unit, in
             posterior standard deviations; 0 of a unit without data.
 
-    Example: of two units
+    Example:
         >>> terms, khat, moves = torch.tensor([[-3.0, -4.0], [0.1, 0.9], [0.2, -0.5]])
         >>> found = UnitLOO(-7.0, 0.7, terms, khat, influence={"m": moves})
         >>> print(found, found.most())

@@ -57,10 +57,10 @@ class StopRule:
     standard error of at most tol / 2 (of natural gradients on all data also by common noise, of ``CVI``
     by the ratio of its last falls).  That says nothing of what a rate too small leaves to gain.
 
-    It looks after step 5, then after 10 to 25 % more, with as many gradients as steps at most.  But for
-    ``newton``, and a guide that goes back, a run is as without it.  Not for a loss that changes between
-    steps, nor for several modes, of which it sees the one at hand.  Whether the best of the family is
-    near the posterior is :func:`pyro_ngvi.khat`'s question.
+    It looks where losses have ceased to fall, after step 5, then after 10 to 25 % more, with as many
+    gradients as steps at most; but for ``newton``, and a guide that goes back, a run is as without it.
+    Not for a loss that changes between steps, nor for several modes, of which it sees the one at hand.
+    Whether the best of the family is near the posterior is :func:`pyro_ngvi.khat`'s question.
 
     Args:
         svi: the ``pyro.infer.SVI`` of the loop.

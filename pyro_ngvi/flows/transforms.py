@@ -51,6 +51,7 @@ class ZukoFlow(nn.Module):
         self.transform = transform
 
     def forward(self, x: Tensor, inverse: bool = False) -> tuple[Tensor, Tensor]:
+        """The image of x (..., d) and log |det| (...): from eps to z, ``inverse`` from z to eps."""
         to_noise = self.transform()
         return (to_noise if inverse else to_noise.inv).call_and_ladj(x)
 
@@ -70,6 +71,7 @@ class PyroFlow(nn.Module):
         self.cheap_inverse = cheap_inverse
 
     def forward(self, x: Tensor, inverse: bool = False) -> tuple[Tensor, Tensor]:
+        """The image of x (..., d) and log |det| (...): from eps to z, ``inverse`` from z to eps."""
         total = x.new_zeros(x.shape[:-1])
         for t in reversed(self.steps) if inverse else self.steps:
             # a new tensor is in no cache, so nothing is looked up that belongs to other parameters
@@ -133,6 +135,7 @@ class CouplingFlow(nn.Module):
         self.layers = nn.ModuleList(_network(k, (d - k) * element.size, hidden) for k in self.given)
 
     def forward(self, x: Tensor, inverse: bool = False) -> tuple[Tensor, Tensor]:
+        """The image of x (..., d) and log |det| (...): from eps to z, ``inverse`` from z to eps."""
         total = x.new_zeros(x.shape[:-1])
         pairs = list(zip(self.given, self.layers, strict=True))
         for k, network in pairs if inverse else reversed(pairs):

@@ -85,7 +85,6 @@ def integrate(
         latent: as for :class:`~pyro_ngvi.AutoSites`.
         num_samples: draws to make of everything.
         seed: of the draws.
-        kwargs: keyword arguments of the model.
 
     Raises:
         ValueError: for a hyperparameter that is not there, is discrete, or where there is none; and
