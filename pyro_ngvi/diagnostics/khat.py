@@ -39,9 +39,9 @@ BOUNDS = f"the bounds are {COARSE_MEAN} sd and {100 * np.expm1(COARSE_SD):.0f} %
 class KHat:
     r"""Importance weights w_s of a guide's draws z_s, s = 1..S, and what they say:
 
-        w_s propto p(data, z_s) / q(z_s),  sum_s w_s = 1;  P(w > u + x | w > u) = (1 + k x / s)^(-1/k),
+        w_s propto p(data, z_s) / q(z_s),  sum_s w_s = 1;  P(w > u + x | w > u) = (1 + k x / c)^(-1/k),
 
-    the largest of them, above u, being Pareto distributed with shape k.  ``decision`` is one of
+    the largest of them, above u, being Pareto distributed of shape k, scale c.  ``decision`` is one of
 
     * ``"intervals"``: means, sds and intervals of the draws may be taken as they are: two standard
       errors included, smoothed weights move no mean by more than 0.3 sds and no sd by more than 30 %;

@@ -54,12 +54,16 @@ SEARCH = 0.5
 
 
 class Fit(Result):
-    """A run of :func:`pyro_ngvi.fit`, whether it has ended or not.
+    """A run of :func:`pyro_ngvi.fit`, ended or not; what is read from it is found when first asked for.
 
     Attributes:
         svi: the ``pyro.infer.SVI``.
         stop: the :class:`~pyro_ngvi.StopRule`.
         advice: guide, optimizer and loss, and the reasons for what was not given.
+        model, args, kwargs: the model and its arguments.
+        why_stopped: "converged", "settled", "stalled", "max_steps", "max_time" or "diverged", as
+            :class:`~pyro_ngvi.StopRule` says; "interrupted", "terminated", or "callback".
+        rungs: with ``guide="auto"`` what each guide has reached; this is the fit of the best.
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist, pyro_ngvi as ngvi
@@ -119,7 +123,7 @@ class Fit(Result):
         callbacks: Iterable[Callable[[Fit], Any]] = (),
         **kwargs: Any,
     ) -> Fit:
-        """Take more steps, until the stop rule or one of the limits, which count from here: itself.
+        """Take more steps, until the stop rule or a limit, counted from here, ends them; gives itself.
 
         Args:
             args: those of the model, and ``kwargs``; those of before where there are none.
@@ -270,15 +274,13 @@ def fit(
     Pyro's store has them; what is read of a fit later first puts its own back.
 
     Args:
-        model: a Pyro model.  If a keyword argument of it has the name of an option here, or of
-            :func:`pyro_ngvi.to_arviz` or another that reads a fit, bind it first with
-            ``functools.partial``.
+        model: a Pyro model; bind keyword arguments that have the name of an option here, or of what
+            reads a fit, as :func:`pyro_ngvi.to_arviz`, first with ``functools.partial``.
         args: its arguments, with the data, and ``kwargs``.
         guide: a guide, a class of guides, or the name of one of this package or of Pyro; ``"auto"`` for
             the best of several: the one that would be chosen, for a minute at first, a mixture where
             several modes were seen, :class:`~pyro_ngvi.AutoHierarchical` where there are units, and
-            :class:`~pyro_ngvi.AutoCouplingFlow` up to 100 latent variables, until draws of one may be
-            taken as they are (no error of a third of the bounds, no other mode), or it gains no more.
+            :class:`~pyro_ngvi.AutoCouplingFlow` up to 100 latent variables, until one is good.
         optim: as for :func:`pyro_ngvi.advise`; so ``loss`` and ``num_particles``.
         data: minibatches: a ``DataLoader``, or another iterable that can be gone through again, of
             tuples of arguments.  ``args`` are then those of all data, for what is read afterwards;
@@ -302,9 +304,8 @@ def fit(
         >>> import pyro, torch, pyro.distributions as dist, pyro_ngvi as ngvi
         >>> def model(y):
         ...     m = pyro.sample("m", dist.Normal(0.0, 10.0))
-        ...     s = pyro.sample("s", dist.HalfNormal(5.0))
         ...     with pyro.plate("data", len(y)):
-        ...         pyro.sample("y", dist.Normal(m, s), obs=y)
+        ...         pyro.sample("y", dist.Normal(m, 2.0), obs=y)
         >>> fit = ngvi.fit(model, torch.linspace(-2.0, 6.0, 100), seed=0)
         >>> fit.why_stopped, fit.guide.median()["m"].round()
         ('converged', tensor(2.))

@@ -43,14 +43,7 @@ MANY = 100_000
 
 
 class Result:
-    """A trained guide and how it came about; what is read from it is found when first asked for.
-
-    Attributes:
-        model, args, kwargs: the model and its arguments.
-        why_stopped: "converged", "settled", "stalled", "max_steps", "max_time" or "diverged", as
-            :class:`~pyro_ngvi.StopRule` says; "interrupted", "terminated", or "callback".
-        rungs: with ``guide="auto"`` what each guide has reached; this is the fit of the best.
-    """
+    """A trained guide and how it came about; what is read from it is found when first asked for."""
 
     svi: Any
     stop: Any
@@ -315,8 +308,7 @@ class Result:
     def plot(self, ax: Any = None) -> Any:
         """The ELBO over the steps, and above its last value the nats that were still to gain.
 
-        Args:
-            ax: matplotlib ``Axes``, which are returned; ``None`` for those of a new figure.
+        In ``ax``, matplotlib's ``Axes``, or those of a new figure, which are returned.
         """
         return plot_steps(self, ax)
 
