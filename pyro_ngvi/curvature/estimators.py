@@ -77,8 +77,7 @@ def leave_curvature(block: Any, curvature: Any) -> None:
 class Drawn:
     """The draws of a step and the model at them: all that an estimator of curvature may use.
 
-    A *datum* is an entry of the log probability of an observed site in a plate; with nested plates,
-    subjects by times, each entry is one.  Functions of one draw run under ``vmap``.
+    A *datum* is an entry of the log probability of an observed site in a plate, or in nested ones.
 
     Attributes:
         guide: the guide that was drawn from.
@@ -120,8 +119,7 @@ class Drawn:
 
     def each(self, function: Callable[[Tensor], Tensor], columns: int | None = None) -> Tensor:
         """(S, ...), ``function`` of each draw (d,), which makes ``columns`` runs of the model, or d."""
-        chunk = self.at_a_time(columns)
-        return vmap(function, chunk_size=chunk, randomness="same")(self.draws)
+        return vmap(function, chunk_size=self.at_a_time(columns), randomness="same")(self.draws)
 
     def average(self, function: Callable[[Tensor], Tensor], columns: int | None = None) -> Tensor:
         """The mean over the draws of ``function`` of one draw (d,); ``columns`` as in :meth:`each`."""

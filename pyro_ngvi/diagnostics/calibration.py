@@ -1,13 +1,12 @@
 r"""Simulation-based calibration: whether fits to data that the model makes find what made them.
 
-For theta from the prior and y given theta, theta and draws theta_1, ..., theta_S from the exact
-posterior given y are exchangeable, so that with u uniform on [0, 1]
+For theta from the prior and y given it, theta and S draws theta_s from the exact posterior given y are
+exchangeable, so that with u uniform on [0, 1]
 
     PIT = (#{s: theta_s < theta} + u (1 + #{s: theta_s = theta})) / (S + 1)                       (1)
 
 is uniform, for discrete theta too.  PITs end at 1 / (S + 1), which is 3.3 sds for 1,000 draws: where
-many truths lie beyond all draws, z = Phi^-1(PIT) is instead their distance from the mean of the draws,
-in sds of theirs.
+many truths lie beyond all draws, z = Phi^-1(PIT) is instead their distance from the draws in sds.
 """
 
 from __future__ import annotations
