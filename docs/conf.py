@@ -52,6 +52,7 @@ nb_merge_streams = True
 # Docstrings
 autodoc_typehints = "none"  # the signature has them in the source; here they would only be long
 autodoc_member_order = "bysource"
+autodoc_default_options = {"exclude-members": "make_family, search, apply"}  # for a guide's author
 autoclass_content = "class"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False

@@ -1,9 +1,4 @@
-"""What a variational family has to know: its density, its samples and its own geometry.
-
-A family is a set of pure functions over dicts of named tensors: ``params``, the coordinates that the
-guide stores; ``grads``, Euclidean gradients with respect to them; ``tangent``, a direction *in the
-local frame of q*, in which the Fisher matrix F is simplest.
-"""
+"""What a variational family has to know: its density, its samples and its own geometry."""
 
 from __future__ import annotations
 
@@ -82,8 +77,20 @@ def with_backward(forward: Callable[..., Any], backward: Callable[..., Any]) -> 
 class Family(ABC):
     """A family of distributions over R^d with its information geometry; densities are in nats.
 
-    docs/howto/extending.md says what a new one gives.  The local frame is that of ``params`` unless
-    :meth:`frame` says otherwise.
+    Pure functions over dicts of tensors by :attr:`names`: ``params``, as the guide stores them;
+    ``grads`` g, Euclidean gradients in them; ``tangent`` u, in the *local frame of q*, where the Fisher
+    matrix F is simplest.  J takes u to a velocity of ``params`` (:meth:`push`): the natural gradient is
+    F^-1 J' g, and a short step u has KL = u' F u / 2 nats.  J is I unless :meth:`frame`
+    or ``triangles`` say otherwise.  What a family lacks raises NotImplementedError.
+    docs/howto/extending.md says what a new one gives.
+
+    Example:
+        >>> import torch, pyro_ngvi as ngvi
+        >>> family, g = ngvi.families.MeanFieldNormal(), torch.ones(1)
+        >>> q = family.init(torch.zeros(1), scale=0.5)
+        >>> u = family.natural_gradient(q, family.pull(q, {"loc": g, "log_scale": g}))
+        >>> u, family.retract(q, u, -0.1)["loc"]
+        ({'loc': tensor([0.5000]), 'log_scale': tensor([0.5000])}, tensor([-0.0250]))
     """
 
     #: names of the tensors in ``params``
@@ -178,7 +185,7 @@ class Family(ABC):
         return self.score(params, self.draw(params, torch.Size((n,))))
 
     def average(self, average: Tensors, params: Tensors, rate: Tensor) -> Tensors:
-        """Move a running average towards ``params`` by the share ``rate``: (1 - rate) average + ..."""
+        """A running average moved by the share ``rate``: (1 - rate) average + rate params."""
         return interpolate(average, params, rate)
 
     def not_finite(self, params: Tensors) -> Tensor:
@@ -192,11 +199,11 @@ class Family(ABC):
         return self.fixed_draws(params).mean(0)
 
     def stddev(self, params: Tensors) -> Tensor:
-        """Marginal standard deviations (d,)."""
+        """Marginal standard deviations (d,) of z."""
         return self.fixed_draws(params).std(0)
 
     def covariance(self, params: Tensors) -> Tensor:
-        """The d x d covariance matrix.  For small d: plots, tests, summaries."""
+        """The covariance (d, d) of z.  For small d: plots, tests, summaries."""
         return torch.atleast_2d(torch.cov(self.fixed_draws(params).mT))
 
     def scale_tril(self, params: Tensors) -> Tensor:
@@ -208,12 +215,12 @@ class Family(ABC):
         return sample_quantiles(self.fixed_draws(params), levels)
 
     def entropy(self, params: Tensors) -> Tensor:
-        """Entropy in nats, a 0-dim tensor."""
+        """-E[log q(z)] in nats, a 0-dim tensor."""
         with own_random_state(0):
             return -self.log_prob(params, self.draw(params, torch.Size((DRAWS,)))).mean()
 
     def kl(self, params: Tensors, other: Tensors) -> Tensor:
-        """KL(q || other) in nats between two members, a 0-dim tensor."""
+        """KL(q || other) = E_q[log q(z) - log other(z)] of two members, in nats, a 0-dim tensor."""
         with own_random_state(0):
             z = self.draw(params, torch.Size((DRAWS,)))
         return (self.log_prob(params, z) - self.log_prob(other, z)).mean()
@@ -223,12 +230,12 @@ class Family(ABC):
         return {}
 
     def push(self, params: Tensors, tangent: Tensors) -> Tensors:
-        """The velocity of ``params`` along a tangent."""
+        """J u, the velocity of ``params`` along a tangent u, in their shapes."""
         moved = {n: stiefel.push(params[n], tangent[n], k) for n, k in self.triangles.items()}
         return tangent | moved | {n: u * tangent[n] for n, u in self.frame(params).items()}
 
     def pull(self, params: Tensors, grads: Tensors) -> Tensors:
-        """Gradients in the local frame: the transpose of ``push``, <pull(g), u> = <g, push(u)>."""
+        """J' g, gradients in the local frame: <pull(g), u> = <g, push(u)>."""
         own = {name: grads[name] for name in self.names}
         own |= {n: stiefel.pull(params[n], grads[n], k) for n, k in self.triangles.items()}
         return own | {n: u * grads[n] for n, u in self.frame(params).items()}
@@ -241,7 +248,7 @@ class Family(ABC):
         raise self._lacks("use for curvature")
 
     def dilation(self, params: Tensors) -> Tensors:
-        """The velocity of ``params`` while all sds grow e-fold; empty: unknown, or without entropy."""
+        """d params / ds while all sds grow as e^s; empty: unknown, or without entropy."""
         return {}
 
     def fisher_product(self, params: Tensors, tangent: Tensors) -> Tensors:
@@ -255,7 +262,7 @@ class Family(ABC):
     def retract(
         self, params: Tensors, tangent: Tensors, step: Tensor | float, coordinates: str = "local"
     ) -> Tensors:
-        """Move by ``step`` along ``tangent``, here straight; no step is too long for the domain."""
+        """``params`` moved along u = ``tangent``, here params + step J u; no step leaves the domain."""
         return {name: params[name] + step * v for name, v in self.push(params, tangent).items()}
 
     def pack(self, tensors: Tensors) -> Tensor:
@@ -270,7 +277,7 @@ class Family(ABC):
         return {n: whole[n] if n in whole else v.reshape(like[n].shape) for n, v in parts.items()}
 
     def sizes(self, like: Tensors) -> dict[str, int]:
-        """Entries of each part of :meth:`pack`."""
+        """The number of entries of each part of :meth:`pack`, by name: D in sum."""
         cut = {n: stiefel.pack(like[n], k) for n, k in self.triangles.items()}
         return {n: cut.get(n, like[n]).numel() for n in self.names}
 
@@ -279,12 +286,19 @@ class Family(ABC):
         return dot(u, self.fisher_product(params, v))
 
     def fisher_norm(self, params: Tensors, tangent: Tensors) -> Tensor:
-        """Length sqrt(<u, F u>) of a tangent."""
+        """The length sqrt(<u, F u>) of a tangent, in nats^(1/2), a 0-dim tensor."""
         return self.inner(params, tangent, tangent).clamp_min(0.0).sqrt()
 
 
 class NormalFamily(Family):
-    """A family of Gaussians: stored with their mean, and stepped by expected Hessians if need be."""
+    """Gaussians N(mu, Sigma), mu stored as ``loc``: log q = log N(eps; 0, I) - log det(Sigma) / 2.
+
+    Example:
+        >>> import torch, pyro_ngvi as ngvi
+        >>> family, z = ngvi.families.FullRankNormal(), torch.zeros(2)
+        >>> family.kl(family.init(z + 1.0, 1.0), family.init(z, 1.0))  # |1|^2 / 2
+        tensor(1.)
+    """
 
     location = ("loc",)
 
@@ -309,7 +323,7 @@ class NormalFamily(Family):
         return self.log_det(params) + 0.5 * self.dim(params) * (1.0 + LOG_2PI)
 
     def kl(self, params: Tensors, other: Tensors) -> Tensor:
-        """KL(q || other) in nats.  For small d, unless the family has its own."""
+        """KL(q || other) in nats, a 0-dim tensor.  For small d, unless the family has its own."""
         shift = (self.mean(params) - self.mean(other)).unsqueeze(-1)
         both = torch.cat([self.scale_tril(params), shift], -1)
         square = solve_triangular(self.scale_tril(other), both, upper=False).square().sum()

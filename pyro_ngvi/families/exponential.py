@@ -7,22 +7,13 @@ of A as Fisher matrix.  The local frames make it the identity, and moves are lin
 
 each shortened in those elements (Gamma) or vectors (Dirichlet) where a parameter would lose over 3/4.
 
-**Gamma**, x = e^z with concentration a, mean m, rate b = a / m, and u = z - log m:
+**Gamma**, of rate b = a / m: eta = (a, -b), T = (z, e^z).  In (log m, log a)
+F = diag(a, a^2 trigamma(a) - a), without a difference of large numbers; the frame divides by its root.
+With relative velocities v of m and w of a, a <- a (1 + s w) and b <- b (1 + s (w - v)).
 
-    log q(z) = a (u - e^u) + a log a - lgamma(a),      eta = (a, -b),      T = (z, e^z).
-
-In (log m, log a) F = diag(a, a^2 trigamma(a) - a), without a difference of large numbers; the frame
-divides by its root.  With relative velocities v of m and w of a, a <- a (1 + s w) and
-b <- b (1 + s (w - v)).
-
-**Dirichlet** (alpha), K entries with total T, in the inverse of PyTorch's ``StickBreakingTransform``:
-
-    sigmoid(z_k - log(K - k)) = x_k / (1 - x_1 - ... - x_{k-1}),   k = 1..K-1,   |dx/dz| = x_1 ... x_K,
-    log q(z) = sum_k alpha_k log x_k + lgamma(T) - sum_k lgamma(alpha_k).
-
-These fractions are independent Beta(alpha_k, alpha_{k+1} + ... + alpha_K), hence the z_k independent
-(Sethuraman 1994).  In relative velocities the Hessian of A is, with D = diag(alpha^2 trigamma(alpha)),
-c = trigamma(T), w = D^(-1/2) alpha, r = 1 - c w'w and S = I - (1 - sqrt r) ww' / w'w,
+**Dirichlet** (alpha), K entries with total T: in relative velocities the Hessian of A is, with
+D = diag(alpha^2 trigamma(alpha)), c = trigamma(T), w = D^(-1/2) alpha, r = 1 - c w'w and
+S = I - (1 - sqrt r) ww' / w'w,
 
     D - c alpha alpha' = D^(1/2) S S D^(1/2),   velocity = D^(-1/2) S^-1 tangent.
 """
@@ -61,7 +52,11 @@ class WhitenedFamily(Family):
 
 
 class MeanFieldGamma(WhitenedFamily):
-    """Independent Gamma distributions, over the logarithms of their variables.
+    """Independent Gamma distributions of x = e^z, over z: with u = z - log m, for each entry
+
+        log q(z) = a (u - e^u) + a log a - lgamma(a),    the density of z, not of x.
+
+    Stored: ``log_mean`` = log m, ``log_concentration`` = log a (d,).  F is the identity in the frame.
 
     Example:
         >>> import torch
@@ -80,7 +75,7 @@ class MeanFieldGamma(WhitenedFamily):
         return {"log_mean": loc + digamma_gap(a), "log_concentration": a.log()}
 
     def matched(self, loc: Tensor, precision: Tensor) -> Tensors:
-        """The member with this mode and the diagonal of this matrix as -d^2 log q / dz^2 there."""
+        """The member with mode loc (d,) and the diagonal of precision (d, d) as -d^2 log q / dz^2."""
         # log q = a (u - e^u) + ...
         return {"log_mean": loc.clone(), "log_concentration": precision.diagonal().log()}
 
@@ -165,9 +160,15 @@ def _tail(x: Tensor) -> Tensor:
 
 
 class MeanFieldDirichlet(WhitenedFamily):
-    """Independent Dirichlet distributions over ``size`` entries each, in stick-breaking coordinates.
+    """Independent Dirichlet distributions over K = ``size`` entries each, 2 for the Beta family.
 
-    The flat latent vector has (size - 1) entries for each simplex; ``size=2`` is the Beta family.
+    z (n (K - 1),) holds n simplices in the inverse of PyTorch's ``StickBreakingTransform``:
+
+        sigmoid(z_k - log(K - k)) = x_k / (1 - x_1 - ... - x_{k-1}),   k = 1..K-1,
+        log q(z) = sum_k alpha_k log x_k + lgamma(sum_k alpha_k) - sum_k lgamma(alpha_k).
+
+    These fractions are independent Beta(alpha_k, alpha_{k+1} + ... + alpha_K), hence the z_k too
+    (Sethuraman 1994).  Stored: ``log_concentration`` = log alpha (n, K).  F is I in the frame.
 
     Example:
         >>> import torch

@@ -1,9 +1,7 @@
 r"""Gaussians with a few factors beside a diagonal, in the covariance or in the precision.
 
-**Covariance:** Sigma = B B' + diag(c^2), stored as ``factor`` = B (d, r), ``log_scale`` = log c (d,).
-
-**Precision:** P = U U' + diag(s), stored as ``factor`` = U (d, L), ``log_precision`` = log s (d,).
-In units of e = s^(1/2), B = U / e and P~ = I + B B'.  With R R' = I + B'B, R lower triangular, z is
+**Precision:** P = U U' + diag(s).  In units of e = s^(1/2), B = U / e and P~ = I + B B'.  With
+R R' = I + B'B, R lower triangular, z is
 
     z = mu + T eps,   T = e^-1 [I - B R^-T (I + R)^-1 B'],   T T' = e^-1 (I - B (I + B'B)^-1 B') e^-1,
 
@@ -15,11 +13,6 @@ With H the expected Hessian of -log p, dLoss/dSigma = (H - P) / 2 becomes
 dLoss/dP~ = (P~^-1 - P~^-1 H~ P~^-1) / 2, H~ = H / (e e'); O(d L (n + L)) for H = rows'rows + diag.
 
 Local frame and natural gradient of both: :mod:`pyro_ngvi.families.factor_base`.
-
-Not for posteriors close to independent (``MeanFieldNormal``) nor for d below about 100
-(``FullRankNormal``); no precision for L above some d / 3: where s is superfluous, NGVB's steps in log s
-are slow and at times astray.  Source: the precision's form is that of Mishkin et al. (2018,
-arXiv:1811.04504).
 """
 
 from __future__ import annotations
@@ -61,12 +54,24 @@ _draw_given = with_backward(_draw, _given_the_draw)
 
 
 class FactorNormal(FactorFamily):
-    """Gaussians with covariance B B' + diag(c^2).
+    """Gaussians with covariance Sigma = B B' + diag(c^2): z = mu + B e1 + c o e2 of noise (r + d,).
+
+    Stored: ``loc`` = mu (d,), ``factor`` = B (d, r), ``log_scale`` = log c (d,).  In the local frame a
+    tangent (t, U, v) means dmu = T t with T T' = Sigma, dB = diag(c) U and d log c = v, and
+
+        <u, F u> = |t|^2 + tr(Sigma^-1 dSigma Sigma^-1 dSigma) / 2,
+
+    solved with the cross block of B and c in O(d r^2) (:mod:`pyro_ngvi.families.factor_base`).  Not for
+    posteriors close to independent (:class:`MeanFieldNormal`) nor d below about 100
+    (:class:`FullRankNormal`).
 
     Args:
         rank: number r of columns of B, at least 1 and smaller than d.
         cg_iterations: conjugate-gradient iterations for the c-block of the natural gradient, at
             most; for d up to 128 it is exact without them.
+
+    Raises:
+        ValueError: for a rank that is not a whole number from 1; from ``init``, for one of d or more.
 
     Example:
         >>> import torch
@@ -134,11 +139,18 @@ _draw_priced = with_backward(_draw_by_precision, _price)
 
 
 class FactorPrecisionNormal(FactorFamily):
-    """Gaussians with precision U U' + diag(s).
+    """Gaussians with precision P = U U' + diag(s), of Mishkin et al. (2018, arXiv:1811.04504).
+
+    Stored: ``loc`` = mu (d,), ``factor`` = U (d, L), ``log_precision`` = log s (d,).  In the frame a
+    tangent (t, V, v) means dmu = T t with T T' = P^-1, dU = diag(s^(1/2)) V, d log s = 2 v; F is that
+    of :class:`FactorNormal` with P and dP in the place of Sigma and dSigma.
+
+    Not where :class:`FactorNormal` is not, nor for L above some d / 3: where s is superfluous, NGVB's
+    steps in log s are slow and at times astray.
 
     Args:
         rank: number L of columns of U, at least 1 and smaller than d.
-        cg_iterations: as for :class:`~pyro_ngvi.families.FactorNormal`.
+        cg_iterations: as for :class:`FactorNormal`, whose errors it raises.
 
     Example:
         >>> import torch
@@ -165,7 +177,7 @@ class FactorPrecisionNormal(FactorFamily):
         return {"loc": loc.clone(), "factor": factor, "log_precision": log_precision}
 
     def matched(self, loc: Tensor, precision: Tensor) -> Tensors:
-        """A member with the least KL(q || N(loc, precision^-1)), nearly."""
+        """A member with nearly the least KL(q || N(loc, precision^-1)), of ``precision`` (d, d)."""
         factor, s = principal_factors(precision, self.rank)
         return {"loc": loc.clone(), "factor": factor, "log_precision": s.log()}
 

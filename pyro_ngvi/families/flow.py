@@ -1,10 +1,4 @@
-r"""Normalizing flows behind an affine map: z = mu + A T(eps), eps ~ N(0, I), T any invertible network.
-
-    log q(z) = log N(eps; 0, I) - log |det A| - log |det dT/deps|,    eps = T^-1(A^-1 (z - mu)).
-
-Stored: mu and A as a Gaussian family stores them, and the parameters of T by their own names behind
-"flow.".  Local frame: the Gaussian's for mu and A, plain coordinates for T.  The Fisher matrix has no
-closed form, and is singular: networks have many parameters that say the same.
+r"""Normalizing flows behind an affine map: :class:`FlowFamily`, and its scores.
 
 **Scores** at a fixed z take the inverse, phi = grad_lambda log q(z): one vmapped pass.  Where the
 inverse takes d passes (inverse autoregressive flows) it is used once, without gradients, and the rest
@@ -12,9 +6,6 @@ is the path identity, one d x d solve a draw: with J = dz/deps,
 
     s = grad_z log q = J^-T grad_eps [log N(eps) - log |det J|],
     phi = -grad_lambda log |det J| - (dz/dlambda)' s.
-
-Not for: discrete structure, d in the thousands (a score is as long as all parameters together); the
-optimizers that need scores, where the flow's own backward pass reads its module (Zuko's UNAF and CNF).
 """
 
 from __future__ import annotations
@@ -42,10 +33,27 @@ GAUSSIANS: dict[str, type[MeanFieldNormal | FullRankNormal]] = {
 
 
 class FlowFamily(AugmentedGaussian):
-    """Densities of z = mu + A T(eps); see the head of this file.
+    """Densities of z = mu + A T(eps), eps ~ N(0, I), T any invertible network, set by :meth:`define`:
+
+        log q(z) = log N(eps; 0, I) - log |det A| - log |det dT/deps|,    eps = T^-1(A^-1 (z - mu)).
+
+    Stored: mu and A as a Gaussian family stores them, and the parameters of T by their own names behind
+    "flow.".  Local frame: the Gaussian's for mu and A, plain coordinates for T.  The Fisher matrix has
+    no closed form, and is singular: networks have many parameters that say the same.
+
+    Not for d in the thousands: a score is as long as all parameters together.  Zuko's UNAF and CNF,
+    whose backward pass reads their module, have no scores: RuntimeError.
 
     Args:
-        affine: "diagonal" or "full", the form of A.  :meth:`define` sets the flow.
+        affine: "diagonal" or "full", the form of A; another raises ValueError.
+
+    Example:
+        >>> import torch, pyro.distributions as dist, pyro_ngvi as ngvi
+        >>> family = FlowFamily("diagonal")
+        >>> family.define(ngvi.flows.as_flow(dist.transforms.AffineTransform(0.0, 2.0), d=2))
+        >>> q = family.init(torch.zeros(2), scale=0.5)  # z = 0.5 * 2 eps
+        >>> family.log_prob(q, torch.zeros(2))  # -log(2 pi)
+        tensor(-1.8379)
     """
 
     # no Newton steps and no momentum: as for all guides whose Fisher matrix is estimated

@@ -1,28 +1,4 @@
-r"""Full-rank Gaussian, q(z) = N(z; mu, L L').
-
-Stored: ``loc`` = mu (d,), ``scale_tril`` = L (d, d), lower triangular.
-Local frame: mu + L t and L (I + M) with M lower triangular.  In it the Fisher matrix is diagonal,
-
-    <u, F v> = t_u' t_v + sum_{i>j} M_ij M'_ij + 2 sum_i M_ii M'_ii,
-
-so the natural gradient is closed form and free of inverses: from Euclidean gradients g_mu, G_L
-
-    t = L' g_mu,   M = tril(L' G_L) with its diagonal halved.
-
-Retraction: mu + b L t and L (I + A + A^2 / 2), A = b M: the exponential to second order, whose
-diagonal stays positive.
-
-Natural coordinates (Khan & Nielsen 2018, eq. 14; Tan 2021), with H = M + M' the whitened expected
-Hessian minus the identity:
-
-    P <- P + b L^-T H L^-1,   mu <- mu - b P_new^-1 g_mu,
-
-kept positive definite by halving b until the Cholesky factorisation exists.  "improved" adds the
-second-order term of Lin, Schmidt & Khan (2020), P_new = L^-T (I + A + A^2 / 2) L^-1 with A = b H, b
-shortened until the eigenvalues of A lie in [-1, 1].
-
-Cost: O(d^2) per draw, O(d^3) per step.  Not for d above a few thousand: use ``FactorNormal``.
-"""
+"""Gaussians with any covariance."""
 
 from __future__ import annotations
 
@@ -60,7 +36,30 @@ _draw_symmetrised = with_backward(_draw, _symmetrised)
 
 
 class FullRankNormal(NormalFamily):
-    """Gaussians with any covariance.
+    """Gaussians with any covariance, q(z) = N(z; mu, L L').
+
+    Stored: ``loc`` = mu (d,), ``scale_tril`` = L (d, d), lower triangular.
+    Local frame: mu + L t and L (I + M) with M lower triangular.  In it the Fisher matrix is diagonal,
+
+        <u, F u> = |t|^2 + sum_{i>j} M_ij^2 + 2 sum_i M_ii^2,
+
+    so the natural gradient is closed form and free of inverses: from Euclidean gradients g_mu, G_L
+
+        t = L' g_mu,   M = tril(L' G_L) with its diagonal halved.
+
+    Retraction: mu + b L t and L (I + A + A^2 / 2), A = b M: the exponential to second order, whose
+    diagonal stays positive.
+
+    Natural coordinates (Khan & Nielsen 2018, eq. 14; Tan 2021), with H = M + M' the whitened expected
+    Hessian minus the identity:
+
+        P <- P + b L^-T H L^-1,   mu <- mu - b P_new^-1 g_mu,
+
+    b halved until P_new >= P / 4.  "improved" adds the second-order term of Lin, Schmidt & Khan (2020),
+    P_new = L^-T (I + A + A^2 / 2) L^-1 with A = b H, b shortened until the eigenvalues of A lie in
+    [-1, 1].
+
+    O(d^2) a draw, O(d^3) a step.  Not for d above a few thousand: use :class:`FactorNormal`.
 
     Example:
         >>> import torch
@@ -82,7 +81,7 @@ class FullRankNormal(NormalFamily):
         return {"loc": loc.clone(), "scale_tril": torch.diag(torch.full_like(loc, scale))}
 
     def matched(self, loc: Tensor, precision: Tensor) -> Tensors:
-        """N(loc, precision^-1)."""
+        """N(loc, precision^-1), for loc (d,) and precision (d, d)."""
         return {"loc": loc.clone(), "scale_tril": inverse_cholesky(precision)}
 
     def rsample(self, params: Tensors, noise: Tensor) -> Tensor:

@@ -1,15 +1,4 @@
-r"""Matrix normal: a Gaussian over a matrix W (n, m) whose covariance is a Kronecker product.
-
-    W = M + A E B',   E standard normal (n, m),   Cov(W_ij, W_kl) = (A A')_ik (B B')_jl,
-
-with A (n, n) and B (m, m) lower triangular.  z is W row by row, so that its covariance is
-(A A') kron (B B') and its Cholesky factor A kron B.  No nm x nm matrix is formed.
-
-Stored: ``loc`` = M (n m,), ``row_tril`` = A (n, n), ``column_tril`` = B (m, m).
-Local frame: dM = A T B', dA = A X, dB = B Y, with X and Y lower triangular.  The Cholesky factor
-moves by (A kron B) (X kron I + I kron Y): the frame of ``FullRankNormal``, whose Fisher matrix gives
-
-    <u, F u> = |T|^2 + m q(X) + n q(Y) + 4 tr X tr Y,   q(X) = sum_{i>j} X_ij^2 + 2 sum_i X_ii^2.
+r"""The matrix normal :class:`MatrixNormal`: its natural gradient.
 
 F is the same for every q: the identity for the location, m and n times the full-rank blocks for the
 factors, and a cross block 2 between any two diagonal entries x_i of X and y_j of Y.
@@ -24,11 +13,6 @@ solutions.  With a and b the means of the diagonals of the gradients in X and Y,
 Then tr X = tr Y: log det A - log det B never changes along natural gradients, and the retraction,
 A (I + X + X^2 / 2) and B likewise, is rescaled to keep it exactly for any tangent.  So the gauge does
 not drift, and averages of A and B make sense.
-
-Cost: O(n m (n + m)) per draw, O(n^3 + m^3 + n m (n + m)) per step.
-Not for matrices whose rows (columns) have covariances of different shapes: use ``FullRankNormal``
-while n m is below a few thousand.  Source: Dawid (1981, Biometrika 68:265); as a posterior of weight
-matrices Louizos & Welling (2016, arXiv:1603.04733).
 """
 
 from __future__ import annotations
@@ -66,7 +50,22 @@ _draw_symmetrised = with_backward(_draw, _symmetrised)
 
 
 class MatrixNormal(NormalFamily):
-    """Gaussians over matrices (rows, columns) with a Kronecker product as covariance.
+    """Gaussians over matrices W (n, m) whose covariance is a Kronecker product.
+
+        W = M + A E B',   E standard normal (n, m),   Cov(W_ij, W_kl) = (A A')_ik (B B')_jl,
+
+    with A (n, n) and B (m, m) lower triangular.  z (n m,) is W row by row, so that its covariance is
+    (A A') kron (B B') and its Cholesky factor A kron B.  No nm x nm matrix is formed.
+
+    Stored: ``loc`` = M (n m,), ``row_tril`` = A (n, n), ``column_tril`` = B (m, m).
+    Local frame: dM = A T B', dA = A X, dB = B Y, with X and Y lower triangular, where
+
+        <u, F u> = |T|^2 + m q(X) + n q(Y) + 4 tr X tr Y,   q(X) = sum_{i>j} X_ij^2 + 2 sum_i X_ii^2.
+
+    O(n m (n + m)) a draw, O(n^3 + m^3 + n m (n + m)) a step.
+    Not for matrices whose rows (columns) have covariances of different shapes: use
+    :class:`FullRankNormal` while n m is below a few thousand.  Source: Dawid (1981, Biometrika 68:265);
+    as a posterior of weight matrices Louizos & Welling (2016, arXiv:1603.04733).
 
     Args:
         rows: n, at least 1.
@@ -119,7 +118,7 @@ class MatrixNormal(NormalFamily):
         return solve_triangular(B.mT, left.reshape(-1, m), upper=True, left=False).reshape(n, -1, m)
 
     def log_det(self, params: Tensors) -> Tensor:
-        """log det (A kron B)."""
+        """log det(A kron B) = m log det A + n log det B, a 0-dim tensor."""
         A, B = params["row_tril"], params["column_tril"]
         log_a = A.diagonal(dim1=-2, dim2=-1).abs().log().sum(-1)
         return self.columns * log_a + self.rows * B.diagonal(dim1=-2, dim2=-1).abs().log().sum(-1)

@@ -1,20 +1,4 @@
-r"""Mean-field Gaussian, q(z) = N(z; mu, diag(sigma^2)).
-
-Stored: ``loc`` = mu (d,), ``log_scale`` = log sigma (d,).
-Local frame: z = mu + sigma t for the mean, log sigma + m for the scales, so that
-
-    F = diag(1, 2),   t = sigma * g_mu,   m = g_logsigma / 2.
-
-Natural coordinates (Khan & Nielsen 2018, eq. 14, diagonal form), with precision p = 1 / sigma^2:
-
-    p <- p (1 + 2 b m),   mu <- mu - b g_mu / p_new;
-
-"improved" adds the second-order term of Lin, Schmidt & Khan (2020), p (1 + a + a^2 / 2) with
-a = 2 b m cut to [-1, 1], so that a step multiplies a precision by 1/2 to 5/2.
-
-Use it when d is large or the posterior is close to independent.  Not when posteriors are strongly
-correlated: the fitted sds are then those of the conditionals, far too small.
-"""
+"""Gaussians with a diagonal covariance."""
 
 from __future__ import annotations
 
@@ -29,7 +13,21 @@ LARGEST = 1.0
 
 
 class MeanFieldNormal(NormalFamily):
-    """Gaussians with a diagonal covariance.
+    """Gaussians with a diagonal covariance, q(z) = N(z; mu, diag(sigma^2)).
+
+    Stored: ``loc`` = mu (d,), ``log_scale`` = log sigma (d,).  In the local frame, mu + sigma t
+    and log sigma + m, with Euclidean gradients g, Fisher matrix and natural gradient are
+
+        F = diag(1, 2),   t = sigma g_mu,   m = g_logsigma / 2.
+
+    Natural coordinates (Khan & Nielsen 2018, eq. 14, diagonal form), with precision p = 1 / sigma^2:
+
+        p <- p (1 + 2 b m),   mu <- mu - b g_mu / p_new,     b halved until p_new >= p / 4;
+
+    "improved" adds the second-order term of Lin, Schmidt & Khan (2020), p (1 + a + a^2 / 2) with
+    a = 2 b m cut to [-1, 1], so that a step multiplies a precision by 1/2 to 5/2.
+
+    Not for strongly correlated posteriors: the fitted sds are those of conditionals, far too small.
 
     Example:
         >>> import torch
@@ -48,7 +46,7 @@ class MeanFieldNormal(NormalFamily):
         return {"loc": loc.clone(), "log_scale": torch.full_like(loc, scale).log()}
 
     def matched(self, loc: Tensor, precision: Tensor) -> Tensors:
-        """The member with the least KL(q || N(loc, precision^-1))."""
+        """The member with the least KL(q || N(loc, precision^-1)), of ``precision`` (d, d)."""
         return {"loc": loc.clone(), "log_scale": -0.5 * precision.diagonal().log()}
 
     def rsample(self, params: Tensors, noise: Tensor) -> Tensor:

@@ -1,9 +1,6 @@
 r"""Mixtures of Gaussians, q(z) = sum_k pi_k N(z; mu_k, Sigma_k).
 
-Stored: ``logits`` = log pi (K,), and the tensors of all K Gaussians in one, under their own names.
-Local frame: that of each Gaussian, and log pi.  There the Fisher matrix of q(k, z), as if the component
-were seen, is blocks(pi_k F_k) and diag(pi) - pi pi': no less than that of q(z), and the same where
-components do not overlap.  The weights cancel in the natural gradient, that of each component's bound
+The weights cancel in the natural gradient, that of each component's bound
 (Lin, Khan & Schmidt 2019, arXiv:1906.02914; Arenz et al. 2023, arXiv:2209.11533),
 
     R_k = E_k[log p - log q],   F_k^-1 grad_k R_k,   R_k - sum_j pi_j R_j  of log pi_k,
@@ -105,14 +102,26 @@ def _stacked(name: str) -> Any:
 
 
 class MixtureNormal(Family):
-    """Mixtures of ``num_components`` Gaussians, each of the family ``component``.
+    """Mixtures of Gaussians, q(z) = sum_k pi_k N(z; mu_k, Sigma_k).
+
+    Stored: ``logits`` = log pi (K,), and the tensors (K, ...) of the Gaussians, under their own names.
+    Local frame: that of each Gaussian, and log pi.  There the Fisher matrix of q(k, z), as if the
+    component were seen, is blocks(pi_k F_k) and diag(pi) - pi pi': no less than that of q(z), and the
+    same where components do not overlap.  Gradients go by :meth:`strata`: those of draws raise.
+
+    Args:
+        component: the family of each Gaussian.
+        num_components: K, at least 1.
 
     Example:
         >>> import torch
         >>> from pyro_ngvi.families import FullRankNormal
-        >>> q = MixtureNormal(FullRankNormal(), 3).init(torch.zeros(2), scale=1.0)
+        >>> family = MixtureNormal(FullRankNormal(), 3)
+        >>> q = family.init(torch.zeros(2), scale=1.0)  # half of the variance is between components
         >>> {name: tuple(v.shape) for name, v in q.items()}
         {'logits': (3,), 'loc': (3, 2), 'scale_tril': (3, 2, 2)}
+        >>> family.stddev(q)
+        tensor([1., 1.])
     """
 
     push, pull = _stacked("push"), _stacked("pull")
@@ -126,7 +135,7 @@ class MixtureNormal(Family):
         return {name: tensors[name] for name in self.component.names}
 
     def probs(self, params: Tensors) -> Tensor:
-        """pi (K,)."""
+        """The weights pi (K,), which sum to 1."""
         return params["logits"].softmax(-1)
 
     def init(self, loc: Tensor, scale: float) -> Tensors:

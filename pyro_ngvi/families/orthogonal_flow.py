@@ -1,18 +1,4 @@
-r"""Orthogonal flows: elementwise activations between rotations of R^d.
-
-With eps ~ N(0, I) and psi elementwise and strictly increasing,
-
-    z = W_1 (s_1 o psi(L eps + b_0)) + mu
-
-for one layer, with W_k orthogonal, s_k > 0 stored as logs and L a lower triangle with positive
-diagonal.  Further layers put x -> psi(W_k (s_k o x) + b_k) in front of the last map.
-
-    psi(x) = sinh(e^t arcsinh(x) + c),      t = T tanh(u / T),      c and u learnt for each coordinate:
-
-the identity at the start; c bends it to either side, and e^t is the power of its tails (Jones & Pewsey
-2009, Biometrika 96:761), bounded by T = 1/4: a rare draw from a tail too heavy would lose the ELBO.
-
-    log q(z) = log N(eps; 0, I) - sum log |det of the affine maps| - sum log psi'(a).
+r"""Orthogonal flows: elementwise activations between rotations of R^d, and their scores.
 
 **Scores** at fixed z, from the inside out, start with delta = d log q / d eps = -eps.  Through a map
 y = b + L W (s o x), with delta = d log q / dx, v = s o x and w = W v,
@@ -23,11 +9,6 @@ y = b + L W (s o x), with delta = d log q / dx, v = s o x and w = W v,
 through y = psi(x), with g = d log q / dx of what lies within,
 
     delta = (g - psi''/psi') / psi',    score of a parameter c  =  -delta dpsi/dc - dlog psi'/dc.
-
-**Local frame:** b + L W (s o t), log s + m, W (a - a') with a strictly lower (:mod:`..linalg.stiefel`),
-L (I + M) with M lower.  The Fisher matrix has no closed form, and is singular while psi is straight.
-
-When to use it, and how to train it: :class:`pyro_ngvi.AutoOrthogonalFlow`.
 """
 
 from __future__ import annotations
@@ -165,7 +146,22 @@ class AffineMap:
 
 
 class OrthogonalFlow(Family):
-    """Flows of ``layers`` (at least 1) elementwise activations; see the head of this file.
+    """Flows of K elementwise activations psi between rotations W: with eps ~ N(0, I) in R^d,
+
+        x_0 = L eps + b_0,    x_k = b_k + W_k (s_k o psi(x_{k-1})),    z = x_K,    b_K = mu,
+        psi(x) = sinh(e^t arcsinh(x) + c),    t = T tanh(u / T),    T = 1/4,
+        log q(z) = log N(eps; 0, I) - sum log |det of the affine maps| - sum log psi'(x_k).
+
+    psi is the identity at the start; c bends it to either side, and e^t is the power of its tails
+    (Jones & Pewsey 2009, Biometrika 96:761).  A tail too heavy would lose the ELBO by a rare draw.
+
+    Stored: ``loc`` = mu and ``bias_k`` = b_k (d,), ``base_tril`` = L (d, d), ``log_scale_k`` = log s_k
+    (d,), ``weight_k`` = W_k (d, d), ``skew_k`` = c and ``tail_k`` = u (d,) of each psi.  Local frame:
+    b + L t, b + W (s o t), log s + m, W (a - a') with a strictly lower, L (I + M) with M lower.  The
+    Fisher matrix has no closed form, and is singular while psi is straight.
+
+    Args:
+        layers: K, at least 1, else ValueError.
 
     Example:
         >>> import torch
@@ -274,7 +270,7 @@ class OrthogonalFlow(Family):
         return interpolate(average, params, rate) | means
 
     def drift(self, params: Tensors) -> Tensor:
-        """How far the rotations are from orthogonal, | |W v| / |v| - 1 | at worst for one v each."""
+        """How far rotations are from orthogonal: the largest | |W v| / |v| - 1 |, of one v, 0-dim."""
         norm, like = torch.linalg.vector_norm, params["loc"]
         v = torch.arange(1.0, len(like) + 1.0, dtype=like.dtype, device=like.device).cos()
         rotations = [W for name, W in params.items() if is_rotation(name)]

@@ -53,12 +53,13 @@ def _by_parts(name: str, collect: str, split: str = "") -> Any:
 
 
 class ProductFamily(Family):
-    """Independent parts of z, each from a family of its own.
+    """Independent parts of z, each from a family of its own: log q(z) = sum_p log q_p(z_p).
 
-    z is made of segments, each of a part; those of one part, in their order, make its family's vector.
+    z (d,) is made of segments, each of a part; those of one part, in their order, make its family's
+    vector z_p.  F is block-diagonal, a block for each part.
 
     Args:
-        parts: family by name.  Its tensors are called ``{part}_{name}``.
+        parts: family by name.  Their tensors are called ``{part}_{name}``.
         segments: (part, length) in the order of z.
         linear: move linearly in natural parameters, else along the local frame of each part, with
             momentum on what each part calls its location.
@@ -160,7 +161,7 @@ class ProductFamily(Family):
         return self._named({p: f.init(locs[p], scale) for p, f in self.parts.items()})
 
     def matched(self, loc: Tensor, precision: Tensor) -> Tensors:
-        """Each part by the block of the matrix that is its own."""
+        """Each part by its own entries of loc (d,) and block of precision (d, d)."""
         locs, at = self.split(loc), self.split(torch.arange(len(loc), device=loc.device))
         parts: dict[str, Any] = dict(self.parts)
         own = {p: f.matched(locs[p], precision[at[p]][:, at[p]]) for p, f in parts.items()}

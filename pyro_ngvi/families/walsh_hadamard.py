@@ -16,8 +16,6 @@ which can only be the last), are orthonormal coordinates of the space.  The fami
 It holds u = A g + sigma E with g ~ N(m, S), as S_v = Q'A S A'Q + sigma^2 I: any S if S_v is full; the
 diagonal S if S_v is diagonal and all classes of a block have as many entries, for then v = sqrt(c) g.
 Fisher matrix: the parts' own, 2 (d - K) that of log sigma.  A draw or a density is O(d).
-
-Not where K is close to d (use ``MeanFieldNormal``), and not for other S1, S2 than signs.
 """
 
 from __future__ import annotations
@@ -40,7 +38,14 @@ Frame = tuple[Tensor, Tensor]
 
 
 class WalshHadamardNormal(AugmentedGaussian, NormalFamily):
-    """Gaussians on the entries of a matrix: any in a Walsh-Hadamard space, white noise outside of it.
+    """Gaussians on the entries u (d,) of a matrix: any in a Walsh-Hadamard space, white noise outside.
+
+    With Q (d, K) orthonormal coordinates of the space of matrices S1 H diag(g) H S2 (:meth:`embed`),
+
+        v = Q'u ~ N(loc, S_v) of ``base``,    (I - QQ') u ~ N(0, sigma^2) on d - K dimensions.
+
+    In the local frame F is that of ``base``, and 2 (d - K) for log sigma.  A draw or a density is O(d).
+    Not for K close to d (:class:`MeanFieldNormal`), nor for S1, S2 that are not signs.
 
     Args:
         matrix: the blocks; d is the number of its entries.
@@ -55,8 +60,8 @@ class WalshHadamardNormal(AugmentedGaussian, NormalFamily):
         >>> signs = matrix.signs(0, torch.zeros(()))
         >>> family = WalshHadamardNormal(matrix, lambda: signs)
         >>> q = family.init(torch.ones(12), scale=0.5)
-        >>> q["loc"].shape, family.stddev(q).shape, family.log_prob(q, torch.ones(12)).shape
-        (torch.Size([4]), torch.Size([12]), torch.Size([]))
+        >>> q["loc"].shape, family.entropy(q)  # 12 (log 0.5 + (1 + log 2 pi) / 2)
+        (torch.Size([4]), tensor(8.7095))
     """
 
     orthogonal_frame = True

@@ -130,14 +130,14 @@ class AutoFamily(FirstCall):
     *average*; draws made while gradients are recorded come from the iterate
     (:meth:`sampling_posterior`).
 
-    The first call runs the model for its sites, and again, with other values, where a support is not
-    the real line or a site is masked.  Copies have parameters of their own and no model: make them
+    The first call runs the model for its sites, and again where a support is not the real line or a
+    site is masked.  Copies have parameters of their own and no model: make them
     after the first call.  A state may be loaded before or after it: :func:`pyro_ngvi.save` and
     ``load``, or ``guide.state_dict()`` and then ``optim.get_state()``, or Pyro's parameter store.
 
     Args:
         model: a Pyro model whose latent sites are all continuous and of fixed size.
-        init_loc_fn: a Pyro initialisation strategy for the location; by default the centres of priors.
+        init_loc_fn: a Pyro initialisation strategy for the location; by default :func:`init_to_center`.
         init_scale: sd of every unconstrained latent variable at the start, by default 0.1.
         sticking_the_landing: evaluate log q at detached parameters (:class:`FamilyDistribution`).
         init: "auto" (default), a search for a Gaussian where family and model allow one, see
@@ -145,10 +145,21 @@ class AutoFamily(FirstCall):
         name: name of the guide in Pyro's parameter store, by default counted from its class.
 
     Raises:
-        ValueError: at the first call, for a latent site that is discrete or inside a subsampled
-            plate, whose support moves with other latent sites or a learned parameter, or with masked
-            entries that nothing depends on; with Pyro's vectorised particles, for a model that
+        RuntimeError: where the answer is asked for before the first call.
+        ValueError: for another ``init``, or an ``init_scale`` that is not positive and finite; at the
+            first call, for a latent site that is discrete or inside a subsampled plate, whose support
+            moves with other latent sites or a learned parameter, or with masked entries that nothing
+            depends on; with Pyro's vectorised particles, for a model that
             broadcasts wrongly against them (:func:`~pyro_ngvi.diagnostics.check_vectorized`).
+
+    Example:
+        >>> import pyro, pyro.distributions as dist, pyro_ngvi as ngvi
+        >>> def model():
+        ...     pyro.sample("s", dist.LogNormal(1.0, 0.5))
+        >>> guide = ngvi.AutoMeanFieldNormal(model)
+        >>> _ = guide()
+        >>> guide.get_posterior().mean.detach(), guide.quantiles([0.5])["s"]  # of log s; of s
+        (tensor([1.]), tensor([2.7183]))
     """
 
     #: sites whose log density in the guide takes the model's prior back
@@ -179,7 +190,7 @@ class AutoFamily(FirstCall):
             return super()._create_plates(*args, **kwargs)
 
     def natural_params(self) -> dict[str, nn.Parameter]:
-        """The tensors of the family, by name; empty before the first call."""
+        """The tensors of the family, by its ``names``; empty before the first call."""
         own = dict(self.named_parameters())
         return {name: own[name] for name in self.family.names if name in own}
 
@@ -274,7 +285,7 @@ class AutoFamily(FirstCall):
         return self._distribution(at, centred=True, path_share=share)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Draw all latent sites: a dict of values by name."""
+        """Draw all latent sites: a dict of values (*shape) by name."""
         with _Drawing() as drawing:
             values = super().forward(*args, **kwargs)
         if drawing.particles is not None and not self._broadcasting_checked and not _tracing():

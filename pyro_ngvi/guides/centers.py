@@ -14,8 +14,12 @@ from ..runtime.density import feasible_value
 def init_to_center(site: Any = None) -> Any:
     """Prior median where torch knows it, else the mean, else the mode, else the image of zero.
 
-    For ``init_loc_fn`` of any Pyro autoguide; the default of ours.  Nothing is drawn.  An improper
-    prior starts at the image of zero under the transform to its support.
+    For ``init_loc_fn`` of any Pyro autoguide; the default of ours.  Nothing is drawn.  A centre counts
+    if it is finite and within the support, not on its boundary.  An improper prior starts at the image
+    of zero under the transform to its support.
+
+    Args:
+        site: a message of Pyro's, whose value (*shape) is returned; ``None`` returns this function.
 
     Example:
         >>> import pyro.distributions as dist

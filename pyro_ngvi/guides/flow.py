@@ -52,8 +52,9 @@ class AutoFlow(AutoFamily):
         kwargs: those of :class:`~pyro_ngvi.guides.AutoFamily`, whose errors it raises.
 
     Raises:
-        TypeError: for something that is not a flow.
-        ValueError: at the first call, for a flow of another dimension or without an inverse.
+        TypeError: at the first call, for something that is not a flow.
+        ValueError: for another ``affine``; at the first call, for a flow of another dimension or
+            without an inverse.
 
     Source: Rezende & Mohamed (2015); Papamakarios et al. (2021) for the couplings.
 
@@ -129,7 +130,9 @@ class AutoFlow(AutoFamily):
 class AutoCouplingFlow(AutoFlow):
     """A flow of couplings or masked autoregressive layers that starts as a Gaussian, T the identity.
 
-    One latent variable leaves nothing to couple: it gets a monotone spline, with a warning.
+    A coupling leaves half of the d variables alone, and moves each other one by an increasing map f
+    whose parameters a network has of these: (a, b) -> (a, f(b; network(a))).  One latent variable
+    leaves nothing to couple: it gets a monotone spline, with a warning.
 
     Args:
         kind: "affine" couplings (RealNVP, Dinh et al. 2017), "spline" couplings (on [-5, 5], Durkan et
@@ -141,6 +144,7 @@ class AutoCouplingFlow(AutoFlow):
         kwargs: those of :class:`AutoFlow`.
 
     Raises:
+        ValueError: for another ``kind``, or numbers that are too small.
         ImportError: where Zuko is needed and not installed: ``pip install "pyro-ngvi[flows]"``.
 
     Example:
@@ -194,8 +198,8 @@ class AutoOrthogonalFlow(AutoFamily):
         z = W_1 (s_1 o psi(L eps + b_0)) + mu
 
     with W orthogonal, s positive, L a lower triangle, and in psi a skewness and a tail of each
-    coordinate (:mod:`pyro_ngvi.families.orthogonal_flow`).  One layer says skewness; curved posteriors
-    need ``layers=2`` or more.
+    coordinate (:class:`~pyro_ngvi.families.OrthogonalFlow`).  One layer says skewness; curved
+    posteriors need ``layers=2`` or more.
 
     Train it by :class:`~pyro_ngvi.optim.SPRING` with ``BatchedELBO(128, curvature="scores")``, by
     :class:`~pyro_ngvi.IFVB` or by :class:`~pyro_ngvi.AIFVB`, which all move the W as rotations.
@@ -203,7 +207,7 @@ class AutoOrthogonalFlow(AutoFamily):
     Gaussian: :class:`AutoFullRankNormal` is exact there and far faster.
 
     Args:
-        layers: number of activations, at least 1.
+        layers: number of activations, at least 1, else ValueError.
         kwargs: those of :class:`~pyro_ngvi.guides.AutoFamily`, whose errors it raises.
 
     Raises:

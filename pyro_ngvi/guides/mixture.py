@@ -134,6 +134,8 @@ class AutoMixtureNormal(AutoFamily):
     Not for posteriors close to one Gaussian, where :class:`AutoFullRankNormal` is K times cheaper, nor
     for many latent variables.
 
+    Stored: ``logits`` = log pi (K,), ``loc`` (K, d), ``scale_tril`` (K, d, d) or ``log_scale`` (K, d).
+
     Args:
         num_components: K, the number of Gaussians (2); more than there are modes for a better fit.
         covariance: "full" (default) or "diagonal", of each component.
@@ -191,7 +193,7 @@ class AutoMixtureNormal(AutoFamily):
 
     @property
     def weights(self) -> Tensor:
-        """pi (K,), of the answer so far."""
+        """pi (K,), which sums to 1, of the answer so far."""
         return self.family.probs(self._current()).detach()
 
     @property
@@ -225,7 +227,7 @@ class AutoMixtureNormal(AutoFamily):
 
     @torch.no_grad()
     def modes_at(self, theta: Tensor) -> Tensor:
-        """Of which of :attr:`modes` points theta (S, d) are."""
+        """Of which of :attr:`modes` points theta (S, d) of the unconstrained vector are, (S,)."""
         params, modes = self._current(), self.modes
         log_n = self.family.component_log_prob(params, theta)
         joint = log_n + params["logits"].log_softmax(-1).unsqueeze(-1)

@@ -83,7 +83,9 @@ class NeuTra(Reparam):
         guide: a trained guide, ours or one of Pyro's with ``get_transform``.
 
     Raises:
+        TypeError: for a guide without one flat latent vector.
         NotImplementedError: for a guide whose draws are not such a map, like those with factors.
+        RuntimeError: for a guide that was never called.
         ValueError: when the model is run, if it lacks a latent site of the guide, observes one, scales
             or masks one.
 

@@ -35,8 +35,9 @@ class AutoMeanFieldNormal(AutoFamily):
     """Independent Gaussians over all unconstrained latent variables: q(z) = N(z; mu, diag(sigma^2)).
 
     Use it for many latent variables that depend little on each other.  Where the posterior is
-    correlated its sds are too small: compare the ELBO with :class:`AutoFullRankNormal`.  Arguments and
-    errors are those of :class:`~pyro_ngvi.guides.AutoFamily`.
+    correlated its sds are too small: compare the ELBO with :class:`AutoFullRankNormal`.  Stored:
+    ``loc`` = mu and ``log_scale`` = log sigma (d,).  Arguments and errors are those of
+    :class:`~pyro_ngvi.guides.AutoFamily`.
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist, pyro_ngvi as ngvi
@@ -59,7 +60,8 @@ class AutoFullRankNormal(AutoFamily):
     """One Gaussian over all unconstrained latent variables: q(z) = N(z; mu, L L').
 
     The first choice up to a few thousand latent variables: a step costs O(d^3).  Beyond, use
-    :class:`AutoFactorNormal`.  Arguments are those of :class:`~pyro_ngvi.guides.AutoFamily`.
+    :class:`AutoFactorNormal`.  Stored: ``loc`` = mu (d,), ``scale_tril`` = L (d, d).  Arguments and
+    errors are those of :class:`~pyro_ngvi.guides.AutoFamily`.
 
     Raises:
         RuntimeError: when an ordinary optimizer has stepped the diagonal of L to 0 or below, as Adam
@@ -110,12 +112,16 @@ class _WithFactors(AutoFamily):
 class AutoFactorNormal(_WithFactors):
     """A Gaussian with covariance B B' + diag(c^2) over all unconstrained latent variables.
 
-    B is d x rank: a draw costs O(d rank) and a natural-gradient step O(d rank^2).  For d from some
-    hundreds to millions; below, :class:`AutoFullRankNormal` is both better and faster.
+    A draw costs O(d rank) and a natural-gradient step O(d rank^2).  For d from some hundreds to
+    millions; below, :class:`AutoFullRankNormal` is both better and faster.  Stored: ``loc`` and
+    ``log_scale`` = log c (d,), ``factor`` = B (d, rank).
 
     Args:
-        rank: number of columns of B, from 1 to d - 1; by default about sqrt(d), as in Pyro.
+        rank: number of columns of B, from 1 to d - 1; by default about sqrt(d).
         kwargs: those of :class:`~pyro_ngvi.guides.AutoFamily`, whose errors it raises.
+
+    Raises:
+        ValueError: for a rank that is no whole number from 1; at the first call, for d or more.
 
     Example:
         >>> import pyro, pyro.distributions as dist, pyro_ngvi as ngvi
@@ -123,8 +129,8 @@ class AutoFactorNormal(_WithFactors):
         ...     pyro.sample("x", dist.Normal(0.0, 1.0).expand([6]).to_event(1))
         >>> guide = ngvi.AutoFactorNormal(model, rank=2)
         >>> _ = guide()
-        >>> guide.factor.shape
-        torch.Size([6, 2])
+        >>> guide.factor.shape, round(guide.get_posterior().variance[0].item(), 4)  # 0.1^2
+        (torch.Size([6, 2]), 0.01)
     """
 
     kind = FactorNormal
@@ -133,13 +139,17 @@ class AutoFactorNormal(_WithFactors):
 class AutoFactorPrecision(_WithFactors):
     """A Gaussian with *precision* U U' + diag(s) over all unconstrained latent variables.
 
-    U is d x rank.  Its factors are directions that the data determine well, those of
-    :class:`AutoFactorNormal`, at the same costs, directions that they leave wide.
+    Factors are directions that the data determine well, those of :class:`AutoFactorNormal`, at the same
+    costs, directions that they leave wide.  Stored: ``loc`` and ``log_precision`` = log s (d,),
+    ``factor`` = U (d, rank).
     :class:`~pyro_ngvi.optim.SLANG` is written for this guide; NGVB and IFVB train it too.
 
     Args:
         rank: number of columns of U, from 1 to d - 1; by default about sqrt(d).
         kwargs: those of :class:`~pyro_ngvi.guides.AutoFamily`, whose errors it raises.
+
+    Raises:
+        ValueError: as :class:`AutoFactorNormal`.
 
     Example:
         >>> import pyro, pyro.distributions as dist, pyro_ngvi as ngvi

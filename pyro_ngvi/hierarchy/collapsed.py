@@ -1,17 +1,10 @@
 r"""A hierarchy without its units: their latent variables are integrated out, one unit at a time.
 
-Given the globals v units are independent, so what is left of p(y, v, u) is
-
-    p(v | y) propto p(v) p(y_0 | v) prod_i L_i(v),          L_i(v) = p(y_i | v) of :mod:`.marginal`,
-
-y_0 the data outside the plate of units.  It has a handful of variables, whatever the number of units,
-and weights p(v | y) / q(v) do not decay with that number.
-
 Effects given v follow by independence chains, unit by unit (Tierney 1994): proposals u' with mean and
 covariance of p(u_i | y_i, v), by the same points, and independent Student-t entries are taken with
 probability min(1, w(u') / w(u)), w = p(y_i | u, v) p(u | v) / t(u), t their density.  After n of them
-the error is at most (1 - L / max w)^n (Mengersen & Tweedie 1996): where p(u_i | y_i, v) is Gaussian
-L / max w is about .9 for one variable, .9^2 for two.
+the error is at most (1 - L / max w)^n, L = p(y_i | v) (Mengersen & Tweedie 1996): where p(u_i | y_i, v)
+is Gaussian L / max w is about .9 for one variable, .9^2 for two.
 """
 
 from __future__ import annotations
@@ -64,11 +57,11 @@ def collapse(
 ) -> Collapsed:
     r"""The model of a hierarchy's globals alone: the latent variables of units are integrated out.
 
-    .. math:: p(v, y) = p(v) \prod_i \int p(y_i | u_i, v) \, p(u_i | v) \, du_i,
+    .. math:: p(v, y) = p(v) \, p(y_0 | v) \prod_i \int p(y_i | u_i, v) \, p(u_i | v) \, du_i,
 
-    by quadrature around the q(u_i | v) of a trained guide (:mod:`pyro_ngvi.hierarchy.marginal`); exact
-    where data are Gaussian.  It is a Pyro model without arguments, globals and one ``pyro.factor``, for
-    NUTS, a grid or any guide; :meth:`Collapsed.draw_units` adds the effects.
+    y_0 the data outside the plate of units, by quadrature around the q(u_i | v) of a trained guide;
+    exact where data are Gaussian.  It is a Pyro model without arguments, globals and one
+    ``pyro.factor``, for NUTS, a grid or any guide; :meth:`Collapsed.draw_units` adds the effects.
 
     A gradient costs one through the likelihood at all points: 20 for units of one latent variable, 49
     for two, 125 for three, 512 beyond; a block has 16 draws of its Gaussian at each v, after Newton's
@@ -91,14 +84,11 @@ def collapse(
             nats (of a block by 0.5, beside what is the same at all v), or random points find a
             tenth more mass of a unit than those, as of a second mode.
 
-    Sources:
-        Rue, Martino & Chopin 2009, Approximate Bayesian inference for latent Gaussian models, JRSS B
-        71; Liu & Pierce 1994, A note on Gauss-Hermite quadrature, Biometrika 81.
+    Sources: Rue, Martino & Chopin (2009, JRSS B 71); Liu & Pierce (1994, Biometrika 81).
 
     Example:
-        >>> import pyro, torch, pyro.distributions as dist
+        >>> import pyro, torch, pyro.distributions as dist, pyro_ngvi as ngvi
         >>> from pyro.infer import MCMC, NUTS, SVI
-        >>> import pyro_ngvi as ngvi
         >>> def model(y):
         ...     s = pyro.sample("s", dist.HalfNormal(5.0))
         ...     with pyro.plate("schools", len(y)):
@@ -109,11 +99,13 @@ def collapse(
         >>> svi = SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(16))
         >>> losses = [svi.step(y) for _ in range(30)]
         >>> globals = ngvi.collapse(guide, y)
+        >>> globals.log_marginals({"s": torch.tensor([1.5])})  # log N(y_i; 0, 1.5^2 + 2^2)
+        tensor([[-2.5552, -3.8352, -1.9152, -2.1552]])
         >>> mcmc = MCMC(NUTS(globals), num_samples=20, warmup_steps=20, disable_progbar=True)
         >>> mcmc.run()
-        >>> draws = mcmc.get_samples()
-        >>> globals.draw_units(draws)["u"].shape
-        torch.Size([20, 4])
+        >>> exact = ngvi.hierarchy.ExactUnits(globals)
+        >>> globals.draw_units(mcmc.get_samples())["u"].shape, exact()["u"].shape
+        (torch.Size([20, 4]), torch.Size([4]))
     """
     model = Collapsed(guide, args, kwargs, points)
     model.warn()
@@ -128,7 +120,11 @@ def can_collapse(guide: AutoHierarchical, *args: Any, **kwargs: Any) -> bool:
 
 
 class Collapsed:
-    """What :func:`pyro_ngvi.collapse` makes: a Pyro model of the globals of a hierarchy."""
+    """What :func:`pyro_ngvi.collapse` makes, with an example: a Pyro model of the globals v.
+
+    ``error``: by how many nats a quarter more points change log p(y | v) at draws of q(v);
+    ``is_rough``: by more than 0.1, or 0.5 for a block.  ValueError for other guides.
+    """
 
     def __init__(self, guide: AutoHierarchical, args: Any, kwargs: Any, points: int | None) -> None:
         if not isinstance(guide, AutoHierarchical):
@@ -193,7 +189,7 @@ class Collapsed:
         return found
 
     def warn(self) -> None:
-        """Of what the quadrature does not see."""
+        """A RuntimeWarning of what the quadrature does not see, if there is anything."""
         doubt = ""
         if self.is_rough:
             doubt = (
@@ -245,7 +241,7 @@ class Collapsed:
         return msg["type"] == "sample" and msg["name"] not in self._seen
 
     def log_marginals(self, values: Values) -> Tensor:
-        """log L_i(v) (S, units), in nats, at globals ``values`` (S, ...) by site."""
+        """log p(y_i | v) (S, units), in nats, at globals ``values`` (S, ...) by site."""
         return integrated(self.units, *self._given(values), self.points).log_marginals
 
     def by_unit(self, values: Values) -> tuple[Tensor, Tensor]:
@@ -324,7 +320,8 @@ class Collapsed:
 
 
 class ExactUnits:
-    """A guide of a whole hierarchy, q(v) prod_i p(u_i | y_i, v): its weights are those of the globals.
+    """A guide of a whole hierarchy, q(v, u) = q(v) prod_i p(u_i | y_i, v): its weights are those of the
+    globals, p(y, v) / q(v), and do not decay with the number of units.  Example: :func:`collapse`.
 
     Args:
         collapsed: the model of the globals.

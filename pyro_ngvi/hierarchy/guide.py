@@ -58,10 +58,11 @@ class AutoHierarchical(MadeAtFirstCall):
     takes a backward pass more for each, at two draws.  No globals in a subsampled plate of units.
 
     Sites are buffers, nu (n, k), Lambda (n, k, k) and C (n, k, D) for n units of k latent variables and
-    D such numbers (``guide.units.followed``).  They take a step whenever a loss is differentiated
-    through draws of their units (and four before the first such draw), by 1 + k more backward passes,
-    and hold still in ``guide.eval()``; any optimizer may train q(v).  Save them by
-    ``guide.state_dict()``: Pyro's store has none.  Equations: :mod:`pyro_ngvi.hierarchy.conditional`.
+    D such numbers (``guide.units.followed``).  They step towards Lambda = E[H] and
+    nu = E[g + H m(v)], g and -H gradient and Hessian of log p(y_i | u_i, v), m(v) the mean of q(u_i),
+    when a loss is differentiated through draws of their units (and four times before the first), by
+    1 + k more backward passes, and hold still in ``guide.eval()``; any optimizer may train q(v).
+    ``guide.state_dict()`` saves them, Pyro's store does not.
 
     Args:
         model: a Pyro model whose units, or whose block, are Gaussian given its other latent sites.
@@ -75,9 +76,8 @@ class AutoHierarchical(MadeAtFirstCall):
             numbers of units that are out of range or come twice, and for another number of units.
 
     Example:
-        >>> import pyro, torch, pyro.distributions as dist
+        >>> import pyro, torch, pyro.distributions as dist, pyro_ngvi as ngvi
         >>> from pyro.infer import SVI
-        >>> import pyro_ngvi as ngvi
         >>> def model(y):
         ...     m = pyro.sample("m", dist.Normal(0.0, 5.0))
         ...     s = pyro.sample("s", dist.HalfNormal(5.0))
@@ -86,10 +86,13 @@ class AutoHierarchical(MadeAtFirstCall):
         ...         pyro.sample("y", dist.Normal(u, 2.0), obs=y)
         >>> guide = ngvi.AutoHierarchical(model)
         >>> svi = SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(16))
-        >>> y = torch.tensor([3.0, 5.0, 1.0, -2.0])
-        >>> losses = [svi.step(y) for _ in range(30)]
+        >>> losses = [svi.step(torch.tensor([3.0, 5.0, 1.0])) for _ in range(30)]
         >>> print(guide.units)
-        4 units of 1 latent variable (u) in the plate 'schools', given m, s
+        3 units of 1 latent variable (u) in the plate 'schools', given m, s
+        >>> guide.add(1)
+        >>> guide.fit_units(torch.tensor([3.0, 5.0, 1.0, -2.0]))
+        >>> guide.sites.precision.flatten()  # Lambda = 1 / 2.0^2
+        tensor([0.2500, 0.2500, 0.2500, 0.2500])
     """
 
     globals: Any
@@ -218,7 +221,7 @@ class AutoHierarchical(MadeAtFirstCall):
             self.sites.put(seen, self.sites.rows(seen).moved(given.priors, phi, mean, x, each))
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Draw all latent sites: a dict of values by name."""
+        """Draw all latent sites: a dict of values (*shape) by name."""
         if not self.prototype_trace:
             self._setup_prototype(*args, **kwargs)
         with poutine.block():
@@ -311,13 +314,11 @@ class AutoHierarchical(MadeAtFirstCall):
 
     @torch.no_grad()
     def fit_units(self, *args: Any, num_steps: int = 20, **kwargs: Any) -> None:
-        """Move the sites of the units of a call, and hold q of the globals: for units that are new, or
-        whose data have changed.
+        """Move the sites of the units of a call, new ones or with other data, and hold q(v).
 
         Args:
-            args: those of the model, with data.
+            args: those of the model, with data, and ``kwargs``.
             num_steps: steps of 256 draws of the globals each, 32 for very many units.
-            kwargs: keyword arguments of the model.
         """
         with poutine.block():
             for step in range(num_steps):
@@ -328,14 +329,14 @@ class AutoHierarchical(MadeAtFirstCall):
                 self._advance(given)
 
     def add(self, count: int) -> None:
-        """Make room for ``count`` units more, which come after those of before, by their prior."""
+        """Make room for ``count`` units more, at least 1, behind those of before, by their prior."""
         every = torch.arange(self.units.countable)  # refused before the first call, without a table
         if not isinstance(count, Integral) or count < 1:
             raise ValueError(f"count is how many units come, at least 1, got {count!r}.")
         self.sites.keep(every, count)
 
     def remove(self, indices: Tensor | Sequence[int]) -> None:
-        """Forget the units of these numbers; the others close up."""
+        """Forget the units of these numbers (n,), else ValueError; the others close up."""
         gone = torch.zeros(self.units.countable, dtype=torch.bool)
         index = torch.as_tensor(indices, device=gone.device).reshape(-1)
         whole = not index.is_floating_point() and index.dtype != torch.bool

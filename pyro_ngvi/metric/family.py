@@ -1,21 +1,13 @@
-r"""MGVI's family: Gaussians whose precision is a function of their mean.
+r"""MGVI's family: Gaussians whose precision M = I + J' F J is a function of their mean.
 
-    q(xi) = N(m, M(m)^-1),    M(m) = I + J' F J,                                                  (1)
-
-in coordinates xi in which the prior is N(0, I), F the Fisher matrix of the likelihood in its parameters
-and J their derivatives at m.  With A = F^(1/2) J, (n, d), M = I + A'A, and no matrix is made: A v and
-A'w are derivatives of one recorded run of the model.  A draw solves
+With A = F^(1/2) J, (n, d), M = I + A'A, and no matrix is made: A v and A'w are derivatives of one
+recorded run of the model.  A draw solves
 
     M r = e + A'e',    e ~ N(0, I_d), e' ~ N(0, I_n),    so that r ~ N(0, M^-1),
 
 by conjugate gradients.  Where d or n is at most :data:`SMALL`, I + A'A or I + AA' is made after all: it
 is faster there, and exact.  log det M comes from Lanczos quadrature at fixed vectors of signs, the same
 in each step, so that the ELBO of one m compares with that of another.
-
-The only parameter is m.  Draws are m + r with r held fixed, as M is: a fit ends where the expected
-gradient of the log joint in xi vanishes, at the best m for its covariance.
-
-Source: Knollmueller & Ensslin (2019, arXiv:1901.11033), "Metric Gaussian variational inference".
 """
 
 from __future__ import annotations
@@ -144,7 +136,33 @@ class Metric:
 
 
 class MetricNormal(Family):
-    """The Gaussians (1) in white coordinates, as a family over the unconstrained vector of a model."""
+    """Gaussians whose precision is a function of their mean: the family of ``AutoMetricNormal``.
+
+        xi ~ N(m, M^-1),    M = I + J' F J,    z = theta(xi) the unconstrained vector (d,),
+
+    in coordinates xi (d,) in which the prior is N(0, I), F the Fisher matrix of the likelihood in its
+    parameters and J their derivatives at m.  Stored: ``loc`` = m (d,), whose Fisher matrix is M.  Draws
+    are m + r with r held fixed, as M is: a fit ends where the expected gradient of the log joint in xi
+    vanishes, at the best m for its covariance (Knollmueller & Ensslin 2019, arXiv:1901.11033).
+
+    Args:
+        cg_steps: steps of conjugate gradients at most, each a product with M.
+        probes: vectors of signs for log det M, where d and the number of data are above 1,024.
+
+    Raises:
+        RuntimeError: for a copy, which has no model.
+
+    Example:
+        >>> import pyro, torch, pyro.distributions as dist, pyro_ngvi as ngvi
+        >>> def model(y):
+        ...     x = pyro.sample("x", dist.Normal(0.0, 1.0))
+        ...     pyro.sample("y", dist.Normal(x, 0.5), obs=y)
+        >>> guide = ngvi.AutoMetricNormal(model)
+        >>> _ = guide(torch.tensor(1.0))
+        >>> q = guide.get_posterior()
+        >>> q.params["loc"].detach(), q.family.log_det(q.params)[0]  # 4 / 5, log(1 + 4)
+        (tensor([0.8000]), tensor(1.6094))
+    """
 
     names = ("loc",)
     newton_like = True

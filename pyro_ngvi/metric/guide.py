@@ -43,8 +43,9 @@ class AutoMetricNormal(AutoFamily):
         kwargs: those of :class:`~pyro_ngvi.guides.AutoFamily`; ``init_scale`` has no use.
 
     Raises:
-        ValueError: at the first call, also for a prior or likelihood that is not in the tables, a
-            latent site that is masked or scaled, a subsampled plate, latent sites of others.
+        ValueError: for numbers that are too small; at the first call, for a prior or likelihood that is
+            not in the tables, a latent site that is masked or scaled, a subsampled plate, latent sites
+            of other guides; and what :class:`~pyro_ngvi.guides.AutoFamily` raises.
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist, pyro_ngvi as ngvi
@@ -112,5 +113,5 @@ class AutoMetricNormal(AutoFamily):
         return 0.5 * float(self.log_det()[1])
 
     def log_det(self) -> tuple[Tensor, Tensor]:
-        """log det M, of which the ELBO has half, and its standard error; 0 where it is exact."""
+        """log det M in nats, of which the ELBO has half, and its standard error; 0 where exact."""
         return self.family.log_det(self.get_posterior().params)

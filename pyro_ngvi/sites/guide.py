@@ -87,7 +87,7 @@ class AutoSites(SiteGuide):
 
     @outside_autocast
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Draw all latent sites of the block: a dict of values by name."""
+        """Draw all latent sites of the block: a dict of values (*shape) by name."""
         # a list of guides may have made plates: a process at their data is drawn there
         plates = getattr(self._holder(), "plates", {}) if self.master is not None else {}
         given = {n: p.indices for n, p in plates.items() if p.subsample_size < p.size}
@@ -122,13 +122,13 @@ class AutoSites(SiteGuide):
 
     @torch.no_grad()
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """The posterior median of every latent site, by name; arguments: those of the last step."""
+        """The posterior median (*shape) of every latent site by name; arguments: of the last step."""
         call, _ = self._current(args, kwargs)
         return call.by_site(self.algebra.mean_and_sd(call)[0])
 
     @torch.no_grad()
     def quantiles(self, quantiles: Any, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """Posterior quantiles of every latent site, (Q, *shape) by name."""
+        """Posterior quantiles (Q, *shape) of every latent site by name, at Q levels in (0, 1)."""
         call, _ = self._current(args, kwargs)
         mean, sd = self.algebra.mean_and_sd(call)
         levels = levels_like(quantiles, mean)
@@ -157,7 +157,7 @@ class AutoSites(SiteGuide):
     # --- data that come, go or change
 
     def sites(self) -> dict[str, SiteView]:
-        """The sites by group, as copies; a group has the name of its first observed site."""
+        """Copies of nu (N, k), Lambda (N, k, k), Lambda^-1 nu (N, k), by a group's first site."""
         return {name: SiteView.of(*pair) for name, pair in self.site_tensors().items()}
 
     def remove(self, indices: Indices, group: str | None = None) -> None:
@@ -187,7 +187,8 @@ class AutoSites(SiteGuide):
     def add(self, count: int, group: str | None = None) -> None:
         """Make room for ``count`` data more, which the next call brings after those of before.
 
-        Their sites are zero, so q stays as it is until the next step.  Groups as in :meth:`remove`.
+        Their sites are zero, so q stays as it is until the next step.  Groups, and errors of them, as
+        in :meth:`remove`.
         """
         plan, before = self._structure(), self._call_before()
         found = plan.group(group, table=False)
@@ -258,10 +259,10 @@ class AutoSites(SiteGuide):
     # --- diagnostics
 
     def loo(self, *args: Any, **kwargs: Any) -> SiteLOO:
-        """Leave-one-out predictive densities from the sites, without refitting.
+        """Leave-one-out predictive densities, log int p(y_n | f_n) q_-n(f_n) df_n in nats, from the
+        sites t_n without refitting: q_-n propto q / t_n.
 
         Arguments: those of the model with all data; by default those of the last step.
-        Equations: :mod:`pyro_ngvi.sites.leave_one_out`.
         """
         return loo_of(self._snapshot(args, kwargs))
 
@@ -272,9 +273,8 @@ class AutoSites(SiteGuide):
         groups: Sequence[Indices] | None = None,
         **kwargs: Any,
     ) -> Influence:
-        """How far the posterior moves when a datum, or a set of them, is left out, without refitting.
-
-        Equations: :mod:`pyro_ngvi.sites.leave_one_out`.
+        """How far the posterior moves when a datum, or a set of them, is left out, without refitting:
+        KL(q_-n || q) in nats, q_-n propto q / t_n.
 
         Args:
             args: as for :meth:`loo`, with ``kwargs``.
@@ -296,9 +296,11 @@ class AutoSites(SiteGuide):
         seed: int = 0,
         **kwargs: Any,
     ) -> SiteMarginals:
-        """Marginal posteriors that are not Gaussian, and the evidence, at the hyperparameters of now.
+        """Marginal posteriors that are not Gaussian, and the evidence, at the hyperparameters of now:
 
-        After the steps of CVI.  Equations: :mod:`pyro_ngvi.sites.corrections`.
+            p(x | y) propto q(x) E_q[prod_j p(y_j | f_j) / t_j(f_j) | x],
+
+        by products of expectations and their correlations to second order.  After the steps of CVI.
 
         Args:
             args: as for :meth:`loo`, with ``kwargs``.
