@@ -65,6 +65,12 @@ def test_what_the_reference_names_exists() -> None:
         assert callable(getattr(import_module(path), last))
 
 
+def test_public_names_show_how_they_are_used() -> None:
+    """By an example, or by naming the example that makes or takes them."""
+    lacking = {n for n, x in public().items() if "xample" not in (inspect.getdoc(x) or "")}
+    assert not lacking
+
+
 def test_public_names_and_their_members_say_what_they_do() -> None:
     for name, value in public().items():
         assert inspect.getdoc(value), name
