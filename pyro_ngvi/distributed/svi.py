@@ -41,7 +41,7 @@ APART = 0x9E3779B97F4A7C15
 
 
 class DistributedSVI(SVI):
-    """What :func:`wrap` returns, with an example: an ``SVI`` whose losses and gradients are those of all ranks.
+    """What :func:`wrap` returns, with an example: an ``SVI`` whose losses are those of all ranks.
 
     ``step``, ``evaluate_loss`` and ``pyro_ngvi.load`` are calls of all ranks together.
 
