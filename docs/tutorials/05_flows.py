@@ -398,13 +398,9 @@ assert about_tau["nats below log evidence"].idxmax() == "Gaussian"
 # ## If the verdict still says no
 #
 # Then draws of $q$ are not to be used, but $q$ can still help: `ngvi.neutra` rewrites the model in
-# the noise of the trained flow (Hoffman et al. 2019). There the posterior is nearly standard
-# normal, and HMC moves well. It is exact in the limit of many draws, and slow: each of its steps
-# runs flow and model.
-#
-# ```python
-# nuts = pyro.infer.NUTS(ngvi.neutra(schools, fits["flow"].guide))
-# ```
+# the noise of the trained flow (Hoffman et al. 2019), for `pyro.infer.NUTS`. There the posterior is
+# nearly standard normal, and HMC moves well. It is exact in the limit of many draws, and slow: each
+# of its steps runs flow and model. {doc}`10_when_gaussians_fail` does it.
 #
 # `ngvi.fit(model, ..., guide="auto")` climbs by itself from a Gaussian over units to a flow, until
 # draws can be taken as they are.
