@@ -6,6 +6,7 @@ DOCS_STAMP := .venv/.installed-docs
 BENCH_STAMP := .venv/.installed-bench
 WHEEL_STAMP := .venv-wheel/.torch
 ARVIZ1_STAMP := .venv-arviz1/.torch
+ELSEWHERE_STAMP := .venv-elsewhere/.installed
 # Python compiles what it imports on first use: pip would compile all there is, on one core, half of its time.
 PIP_INSTALL := $(BIN)/pip install --disable-pip-version-check --no-compile -c constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
@@ -62,12 +63,8 @@ package-arviz1: $(ARVIZ1_STAMP)
 	.venv-arviz1/bin/pytest -p no:cacheprovider -o addopts= tests/contract/test_arviz_compat.py
 
 # What the docs show of NumPyro, PyMC, Stan and Lightning, run beside ours in an environment of its own.
-ELSEWHERE := .venv-elsewhere
-elsewhere:
-	test -x $(ELSEWHERE)/bin/python || $(PYTHON) -m venv $(ELSEWHERE)
-	$(PIP_INSTALL:.venv/%=$(ELSEWHERE)/%) --quiet torch==2.13.0
-	$(PIP_INSTALL:.venv/%=$(ELSEWHERE)/%) --quiet -e ".[elsewhere]"
-	OMP_NUM_THREADS=1 MPLBACKEND=Agg $(ELSEWHERE)/bin/python docs/run_elsewhere.py
+elsewhere: $(ELSEWHERE_STAMP)
+	OMP_NUM_THREADS=1 MPLBACKEND=Agg .venv-elsewhere/bin/python docs/run_elsewhere.py
 
 bench: $(BENCH_STAMP) elsewhere
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.time_to_target
@@ -109,6 +106,12 @@ $(ARVIZ1_STAMP):
 	rm -rf .venv-arviz1
 	$(PYTHON) -m venv .venv-arviz1
 	$(TORCH) --index-url $(TORCH_INDEX) --timeout 15 --retries 1 || $(TORCH)
+	touch $@
+
+$(ELSEWHERE_STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-elsewhere
+	$(PIP_INSTALL:.venv/%=.venv-elsewhere/%) --quiet torch==2.13.0
+	$(PIP_INSTALL:.venv/%=.venv-elsewhere/%) --quiet -e ".[elsewhere]"
 	touch $@
 
 $(DOCS_STAMP): $(STAMP)
