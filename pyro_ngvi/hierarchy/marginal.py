@@ -122,7 +122,8 @@ def integrated(
         terms = log_p - q.log_q(noise) + w.log()[:, None, None]
         before, total = total, torch.logaddexp(total, torch.logsumexp(terms, 0))
         with torch.no_grad():
-            share, kept = (terms - total).exp(), (before - total).exp()[..., None]
+            safe = total.where(total.isfinite(), 0.0)  # no point has counted yet
+            share, kept = (terms - safe).exp(), (before - safe).exp()[..., None]
             mean = kept * mean + torch.einsum("qsb,qk->sbk", share, x)
             square = kept[..., None] * square + torch.einsum("qsb,qk,ql->sbkl", share, x, x)
     return Integrated(total, mean, square)

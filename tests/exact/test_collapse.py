@@ -462,3 +462,24 @@ def test_more_draws_are_of_the_same_proposal(monkeypatch: pytest.MonkeyPatch) ->
         found = correction.moved_by_weights(few_successes, guide, (SUCCESSES,), {}, 400)
     assert found is not None and found[2][0].judged is found[2][1]
     assert len(found[2][1].log_weights) == 400
+
+
+def test_moments_where_the_outer_points_have_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of 100 points underflow in float32; N(u; 0, 1) N(1; u, .5^2) has mean .8."""
+    monkeypatch.setattr("pyro_ngvi.hierarchy.marginal.AT_ONCE", 1)  # a point after the other
+    y = torch.ones(2, dtype=torch.float32)
+
+    def model() -> None:
+        pyro.sample("m", dist.Normal(y.new_zeros(()), 1.0))
+        with pyro.plate("units", 2):
+            u: Any = pyro.sample("u", dist.Normal(y.new_zeros(()), 1.0))
+            pyro.sample("y", dist.Normal(u, 0.5), obs=y)
+
+    guide = ngvi.AutoHierarchical(model)
+    guide()
+    given = guide.units.given(guide._call((), {}), {"m": y.new_zeros(3)})
+    q = guide._conditionals(given)
+    found = integrated(guide.units, given, q, 100)
+    assert found.mean.isfinite().all()
+    white = q.drawn(found.mean[None])[0]  # u, whose prior is white; its mean is linear in the noise
+    torch.testing.assert_close(white, torch.full_like(white, 0.8), rtol=0.0, atol=1e-4)
