@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, TypeVar
 
 import pyro
@@ -28,6 +27,7 @@ from .density import (
     site_kind,
     site_log_prob,
     sum_per_particle,
+    with_density,
 )
 from .pyro_adapter import HidesMarked
 from .run import (
@@ -141,6 +141,12 @@ def batched_trace(
     return BatchedTrace(sites, dict(minibatches))
 
 
+def _log_joint(sites: Sites) -> Tensor:
+    # Improper priors put their log_prob on the CPU, whatever their value lies on.
+    terms = [site_log_prob(x)[1].sum().to(x["value"].device) for x in with_density(sites).values()]
+    return torch.stack(terms).sum()
+
+
 class ModelDensity:
     """The log joint density of a Pyro model over its unconstrained latent space, batched.
 
@@ -199,17 +205,20 @@ class ModelDensity:
         initial = {name: trace.nodes[name]["value"][None] for name in layout.transforms}
         self.initial: Tensor = layout.pack(initial)[0]
         self.model = summed_out(model, whole.trace.nodes)
-        how: Any = {"indices": indices, "randomness": "same", "chunk_size": chunk_size}
-        self._at = partial(batched_trace, self.model, args=args, kwargs=dict(kwargs or {}), **how)
+        self._args, self._kwargs, self._indices = args, dict(kwargs or {}), indices
+        self._how: Any = {"randomness": "same", "chunk_size": chunk_size}
 
     def trace(self, theta: Tensor) -> BatchedTrace:
         """The sites of the model at theta (S, d)."""
-        return self._at(values=self.unpack(theta))
+        how = self._how | {"indices": self._indices}
+        return batched_trace(self.model, self.unpack(theta), self._args, self._kwargs, **how)
 
     def __call__(self, theta: Tensor) -> Tensor:
         """The log joint density at theta (S, d), (S,), in nats."""
         values, log_det = self.layout.unpack_with_log_det(theta)
-        return self._at(values=values).log_joint() + log_det
+        given = self.model, _log_joint, values, len(theta), self._args, self._kwargs
+        minibatches = Minibatches(self._indices)
+        return run_particles(*given, minibatches=minibatches, **self._how) + log_det
 
 
 def map_draws(
