@@ -80,10 +80,11 @@ def _log_ratio(at: Snapshot, shared: Shared, move: Tensor) -> Tensor:
 def _averages(log_r: Tensor, points: Points, far: Tensor) -> tuple[Tensor, list[Tensor]]:
     """log E r (..., n) from log r (..., Q, n), and coefficients a (..., n, k^l) by degree l."""
     w = points.weights.unsqueeze(-1)
-    log_mean, center = torch.logsumexp(log_r + w.log(), -2), (w * log_r).sum(-2)
+    weighted, center = log_r + w.log(), (w * log_r).sum(-2)
+    log_mean = torch.logsumexp(weighted, -2)
     left = log_r - center.unsqueeze(-2)
     log_mean = torch.where(far, center + 0.5 * (w * left.square()).sum(-2), log_mean)
-    share = w * torch.where(far, left, (log_r - log_mean.unsqueeze(-2)).exp())
+    share = torch.where(far, w * left, (weighted - log_mean.unsqueeze(-2)).exp())
     he = [torch.special.hermite_polynomial_he(points.x, n) for n in range(DEGREE + 1)]
     k = points.x.shape[-1]
     a = []

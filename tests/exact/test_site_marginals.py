@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pyro
@@ -308,3 +309,22 @@ def test_refusals_say_what_to_do() -> None:
     assert "have not converged" in str(fitted(model, y, sweeps=1).marginals())
     with pytest.raises(ValueError, match="'f' is none of 'z'"):
         fitted(model, y).marginals().density("f")
+
+
+def test_the_evidence_in_float32_where_outer_points_have_no_weight() -> None:
+    """e^w overflows at points whose weights are 0 in float32; against a sum over a grid of w."""
+    y = torch.tensor([0.0, 1.0])
+
+    def model(y: Tensor) -> None:
+        w: Any = pyro.sample("w", dist.Normal(y.new_zeros(()), 10.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Poisson(w.exp()), obs=y)
+
+    guide = AutoSites(model)
+    svi = SVI(model, guide, CVI(guide), SitesELBO())
+    for _ in range(10):
+        svi.step(y.float())
+    w = torch.linspace(-60.0, 20.0, 80_001)
+    log_p = dist.Poisson(w.exp()).log_prob(y[:, None]).sum(0) + dist.Normal(0.0, 10.0).log_prob(w)
+    evidence = float(log_p.logsumexp(0)) - 3.0 * math.log(10.0)
+    assert abs(guide.marginals(y.float()).log_evidence - evidence) < 2e-3
