@@ -78,9 +78,11 @@ def quadrature_points(k: int, count: int | None, like: Tensor) -> Points:
 def _points(k: int, count: int, dtype: torch.dtype, device: torch.device) -> Points:
     how: Any = {"dtype": dtype, "device": device}
     if k <= 3:
-        x, w = gauss_hermite(count, **how)
+        x, w = gauss_hermite(count, dtype=dtype, device="cpu")
         grid, weights = (torch.cartesian_prod(*[v] * k).reshape(-1, k) for v in (x, w))
-        return Points(grid, weights.prod(-1))
+        weights = weights.prod(-1)
+        seen = weights > 0.0  # others round to 0, and 0 times what overflows there is no number
+        return Points(grid[seen].to(device), weights[seen].to(device))
     half = max(count // 2, k + 1)
     x = sobol_normal(half, k)
     x = torch.cat([x, -x])
