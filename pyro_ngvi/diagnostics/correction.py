@@ -36,7 +36,7 @@ from ..linalg.host import own_random_state
 from ..runtime.density import LatentLayout
 from ..runtime.model_density import NaNWhereSingular, batched_trace, map_draws
 from ..runtime.run import CannotBatch
-from .draws import Fitted, guide_draws, resample
+from .draws import MOST_DOUBLES, Fitted, guide_draws, resample
 from .khat import EVEN, FEWEST, KHat, khat_from_log_weights
 from .moved import Moved, by_site, derived
 from .slices import copula
@@ -224,7 +224,9 @@ def moved_by_weights(
         return Moved(*map(torch.as_tensor, astuple(shift)), rho=torch.zeros(a.shape[1:]))
 
     found = by_site(layout, own, new, shifted)
-    if names := [name for name in fitted.shown if name not in fitted.latent]:  # deterministic
+    few = MOST_DOUBLES // many
+    names = [n for n in fitted.shown if n not in fitted.latent and exact.sites[n][0].numel() <= few]
+    if names:  # of deterministic sites
         shown = map_draws(fitted.joint, lambda s: {n: s[n]["value"] for n in names}, of_guide, many)
         found[0].update(derived(shown, exact.sites, shifted))
     each = [m for part in found for m in part.values()]

@@ -26,7 +26,7 @@ from ..runtime.density import feasible_value
 from ..runtime.model_density import ModelDensity
 from .chains import ADAPTING, run_chains
 from .correction import Corrected, decision_on, moved_by_weights
-from .draws import guide_draws, random_state
+from .draws import MOST_DOUBLES, guide_draws, random_state
 from .khat import BOUNDS, COARSE_MEAN, COARSE_SD, HALF, ROUGH, KHat, right_to
 from .moved import Moved, by_site, derived, moved, values_at
 from .over_batches import need_all_data
@@ -52,7 +52,7 @@ class Diagnosis:
     """Whether to believe a guide, site by site: what :func:`pyro_ngvi.diagnose` found.
 
     Attributes:
-        sites: :class:`Moved` by latent and deterministic site.
+        sites: :class:`Moved` by latent and, up to 10^7 numbers of all chains, deterministic site.
         unconstrained: the same of unconstrained coordinates, such as log(x) of a positive x, where
             they are others: mean and sd of x hardly see how much of the mass lies near 0.
         khat: what importance weights say.
@@ -275,10 +275,9 @@ def diagnose(
         )
     need_all_data(model)
     weights = khat(model, guide, *args, seed=seed, **kwargs)
-    if isinstance(guide, AutoHierarchical):
-        how = model, guide, args, kwargs, weights
-        if found := without_chains(*how, num_draws=num_chains // 2, seed=seed):
-            return found
+    how: Any = model, guide, args, kwargs, weights, num_chains // 2, seed
+    if isinstance(guide, AutoHierarchical) and (found := without_chains(*how)):
+        return found
     with random_state(seed, stream=2):
         drawn = partial(guide_draws, partial(guide, *args, **kwargs))
         values, _ = drawn(num_chains)
@@ -339,7 +338,8 @@ def _by_chains(
         accepted += share / len(modes)
     with torch.no_grad():
         by_mode = [by_site(density.layout, own, end, moved) for own, end in pairs]
-        names = sorted(weights.shifts.keys() - density.layout.transforms.keys())  # deterministic
+        latent, few = density.layout.transforms, MOST_DOUBLES // len(start)
+        names = [n for n, x in weights.shifts.items() if n not in latent and x.mean.size <= few]
         for (sites, _), pair in zip(by_mode, pairs, strict=True) if names else ():
             before, after = (values_at(density, names, x) for x in pair)
             sites |= derived(before, after, moved)
