@@ -140,7 +140,7 @@ def resampled(guide: ExactUnits, num_samples: int) -> dict[str, Tensor]:
     with own_random_state():  # apart, as there
         fitted = Fitted(call.model, guide, call.args, call.kwargs)
     total = max(num_samples, DRAWS) if num_samples > 0 else num_samples  # which is refused
-    draws = fitted.draw(total, None).without_nan()
+    draws = fitted.draw(total, None)
     kept = torch.from_numpy(resample(draws.weights)[0])
     if num_samples < len(kept):  # copies lie side by side
         kept = kept[torch.randperm(len(kept), device="cpu")[:num_samples]]
@@ -199,7 +199,7 @@ def moved_by_weights(
                 return None
             better = refined(collapsed, draws)
         fitted = Fitted(model, better, args, kwargs)
-        exact = fitted.draw(draws, None).without_nan()
+        exact = fitted.draw(draws, None)
     except (ValueError, CannotBatch):  # data of several units, a likelihood without vmap
         return None
     better.judged = weights = exact.weights

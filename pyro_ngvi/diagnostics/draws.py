@@ -214,7 +214,8 @@ class Fitted:
             log_p, squares = map(self.whole.over_ranks, (log_p, squares))
         self.seconds = time.thread_time() - start
         rounding = 64.0 * sum(float(x.max()) ** 0.5 for x in (squares, squares_q))
-        return Draws(values, log_q, log_p, rounding, *found)
+        draws = Draws(values, log_q, log_p, rounding, *found)
+        return draws.without_nan() if isinstance(self.guide.func, ExactUnits) else draws
 
 
 def sites_of_kind(sites: Sites, kind: Kind) -> list[str]:

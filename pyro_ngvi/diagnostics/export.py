@@ -140,8 +140,6 @@ def to_arviz(
     with random_state(seed):
         likelihoods = with_likelihood(fitted) if log_likelihood else ()
         draws = fitted.draw(num_samples, batch_size, likelihoods)
-        if corrected:
-            draws = draws.without_nan()
         found, own = judge(fitted, draws, batch_size), draws.weights
         decision, verdict = found.decision, found.verdict
         if corrected:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +15,9 @@ import torch
 from pyro.infer import SVI
 from torch import Tensor
 
+import pyro_ngvi as ngvi
 from pyro_ngvi import CVI, NGVB, AutoFullRankNormal, AutoSites, BatchedELBO, SitesELBO
-from pyro_ngvi.diagnostics import diagnose, khat, loo, to_arviz
+from pyro_ngvi.diagnostics import diagnose, draws, khat, loo, to_arviz
 from pyro_ngvi.diagnostics.arviz_compat import elpd_data
 from pyro_ngvi.diagnostics.khat import khat_from_log_weights
 from pyro_ngvi.diagnostics.loo import _one
@@ -347,3 +349,28 @@ def test_under_a_scale_the_datum_leaves_with_its_power(c: Any) -> None:
     with pytest.warns(UserWarning, match="under poutine.scale"):
         found = loo(scaled, guide, y, num_samples=4000, seed=0)
     np.testing.assert_allclose(pointwise(found), torch.stack(terms), atol=0.05)
+
+
+def test_corrected_draws_whose_scale_rounds_to_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One draw of 16,000 in float32 whose square rounds to 0 has no weight, and does not end loo."""
+    y, s = torch.tensor([[28.0, 8.0], [15.0, 10.0]]).float()
+
+    def model() -> None:
+        m = pyro.sample("m", dist.Normal(y.new_zeros(()), 20.0))
+        t = pyro.sample("t", dist.HalfNormal(y.new_tensor(10.0)))
+        with pyro.plate("studies", 2):
+            u: Any = pyro.sample("u", dist.Normal(m, t))
+            pyro.sample("y", dist.Normal(u, s), obs=y)
+
+    fit = ngvi.fit(model, seed=0, progress=False)
+    draw = draws.guide_draws
+
+    def with_a_small_scale(*args: Any) -> Any:
+        values, density = draw(*args)
+        values["t"][0] = 1e-25
+        return values, density
+
+    monkeypatch.setattr("pyro_ngvi.diagnostics.draws.guide_draws", with_a_small_scale)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Pareto k
+        assert numbers(fit.loo())[0] == pytest.approx(-8.43, abs=0.2)
