@@ -3,9 +3,9 @@
 Run from the root of the repository: ``python -m benchmarks.leaderboard --help``.  For each problem,
 seed and family (full-rank or mean-field Gaussian in the unconstrained space) one run of every method,
 with one setting for all problems.  Only in "best of five" are rates, of Pyro's or NumPyro's Adam,
-chosen afterwards, for each problem and budget, and the other four runs cost nothing.  The error at a budget is
-the optimum of the family minus the ELBO of the Gaussian that the method holds then; "none" where it
-holds none.
+chosen afterwards, for each problem and budget, and the other four runs cost nothing.  The error at a
+budget is the optimum of the family minus the ELBO of the Gaussian that the method holds then; "none"
+where it holds none.
 
 - **The clock** is the processor time of the process, one thread, and stands still while answers are
   copied and judged, and while JAX compiles.  Every method runs for a moment first, so that loading code
