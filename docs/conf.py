@@ -72,6 +72,7 @@ def _reached(url: str) -> bool:
         with socket.create_connection((url.split("/")[2], 443), timeout=2):
             return True
     except OSError:
+        print(f"{url} is out of reach: names of it are no links in this build")
         return False
 
 
