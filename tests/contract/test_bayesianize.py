@@ -545,12 +545,13 @@ class Encoder(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_attention_in_eval_mode_has_gradients() -> None:
-    """torch's fast kernels for it have none."""
+@pytest.mark.parametrize("curvature", [None, "hessian"])
+def test_attention_in_eval_mode_has_gradients(curvature: str | None) -> None:
+    """torch's fast kernels for it have none, and fused ones no second ones."""
     x, y = torch.randn(6, 5, 4), torch.arange(6) % 3
     model = bayesianize(Encoder().eval(), "categorical", num_data=6)
     guide = ngvi.AutoMeanFieldNormal(model, init_loc_fn=model.init_to_module)
-    svi = SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(2))
+    svi = SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(2, curvature=curvature))
     fast = torch.backends.mha.get_fastpath_enabled()
     assert all(math.isfinite(float(svi.step(x, y))) for _ in range(3))  # type: ignore[arg-type]
     assert torch.backends.mha.get_fastpath_enabled() == fast
