@@ -17,7 +17,7 @@
 # # A logistic regression, from data to a posterior you can check
 #
 # **Level** first steps · **Tags** logistic regression, prior and posterior checks, ArviZ, NUTS ·
-# **Time** a quarter of an hour to read, less than a minute to run on one core
+# **Time** twelve minutes to read, less than a minute to run on one core
 #
 # Which measurements of a cell say that a tumour is benign, and how sure can we be? We fit a
 # logistic regression by natural-gradient variational inference, with one call, and then try hard
@@ -338,6 +338,11 @@ right.axhline(1.0, color=colours["NUTS"], zorder=0)
 right.set_xticks(range(10), features, rotation=40, ha="right", fontsize=9)
 _ = right.set(ylabel="sd of the guide / sd of NUTS", ylim=(0, 1.3))
 
+# %% [markdown]
+# Left: the two coefficients that are most correlated. Full rank covers the draws of NUTS; mean
+# field has no tilt, and fits into the middle. Right: its sds are too small for all measurements,
+# and most of all for those that are correlated with others.
+
 # %% tags=["hide-input"]
 rows = []
 for name, found in (("full rank", fit), ("mean field", mean_field)):
@@ -346,6 +351,19 @@ for name, found in (("full rank", fit), ("mean field", mean_field)):
     rows.append((name, *found.elbo, found.verdict.decision, shift.max(), ratio.min(), ratio.max()))
 columns = ["family", "ELBO", "s.e.", "decision", "worst mean", "least sd ratio", "largest"]
 print(pd.DataFrame(rows, columns=columns).round(2).to_string(index=False))
+
+# %% [markdown]
+# The table has the ELBO with its standard error, the decision of the diagnosis, the largest
+# difference of a mean from that of NUTS in sds, and the range of the ratios of the sds. Hold these
+# against the error of NUTS itself, printed above.
+#
+# **Conclusion.** The means of both are within a fraction of an sd. The intervals are right with
+# full rank and much too narrow with mean field, and the diagnosis said so without NUTS.
+#
+# If the verdict is bad, in this order: has it converged? Is the family too small (`guide="auto"`
+# goes on to richer ones)? Is the posterior far from Gaussian, so that another parametrisation
+# helps? If nothing does, these families are the wrong tool, and NUTS is the right one. [Is the fit
+# converged?](../howto/convergence.md) has more.
 
 # %% tags=["remove-cell"]
 # what the text says of these numbers
@@ -358,21 +376,6 @@ assert by_family["full rank"][1] > by_family["mean field"][1] + 1.0
 assert ((low <= seen) & (seen <= high)).sum() >= 8
 
 # %% [markdown]
-# Left: the two coefficients that are most correlated. Full rank covers the draws of NUTS; mean
-# field has no tilt, and fits into the middle. Right: its sds are too small for all measurements,
-# and most of all for those that are correlated with others. The table has the ELBO with its
-# standard error, the decision of the diagnosis, the largest difference of a mean from that of NUTS
-# in sds, and the range of the ratios of the sds. Hold these against the error of NUTS itself,
-# printed above.
-#
-# **Conclusion.** The means of both are within a fraction of an sd. The intervals are right with
-# full rank and much too narrow with mean field, and the diagnosis said so without NUTS.
-#
-# If the verdict is bad, in this order: has it converged? Is the family too small (`guide="auto"`
-# goes on to richer ones)? Is the posterior far from Gaussian, so that another parametrisation
-# helps? If nothing does, these families are the wrong tool, and NUTS is the right one. [Is the fit
-# converged?](../howto/convergence.md) has more.
-#
 # ## What is a natural gradient?
 #
 # The optimizer above has no learning rate. To see why it needs none, take the smallest example
@@ -468,11 +471,6 @@ steps = pd.DataFrame(first, index=[f"from {tuple(start.tolist())}" for start in 
 print("steps until KL stays below 0.01 nat (inf: not within 150)")
 print(steps.to_string())
 
-# %% tags=["remove-cell"]
-assert max(first["natural gradient"]) < 15
-assert all(grid[0] < rates[name] < grid[-1] for name, (_, grid) in grids.items())
-assert min(first["Adam"] + first["gradient"]) > max(first["natural gradient"])
-
 # %% [markdown]
 # Left, grey: lines of equal KL divergence, a narrow valley. Gradient descent (blue) falls into it,
 # where the *mean* $a / (a + b)$ of $q$ is right, and then creeps along it, where only the *width*
@@ -486,7 +484,13 @@ assert min(first["Adam"] + first["gradient"]) > max(first["natural gradient"])
 # [natural gradients](../ideas/natural_gradients.md) and [the trust
 # region](../ideas/trust_region.md) say how. What a step costs, and where the advantage ends, is in
 # the [second tutorial](02_any_guide.ipynb).
-#
+
+# %% tags=["remove-cell"]
+assert max(first["natural gradient"]) < 15
+assert all(grid[0] < rates[name] < grid[-1] for name, (_, grid) in grids.items())
+assert min(first["Adam"] + first["gradient"]) > max(first["natural gradient"])
+
+# %% [markdown]
 # ## Where next
 #
 # - [Any guide](02_any_guide.ipynb): natural gradients for Pyro's guides and your own.

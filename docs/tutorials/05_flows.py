@@ -32,9 +32,9 @@
 # flow](#the-flow) · [Adam](#the-same-flow-by-adam) · [Eight schools](#eight-schools) ·
 # [Limits](#when-not-to-use-a-flow)
 #
-# *Level*: you know SVI and have read a fit's verdict before ([01](01_logistic_regression.ipynb)).
-# *Tags*: normalizing flow, skewed posterior, funnel, diagnostics. *Time*: ten minutes to read,
-# about a minute to run on one core.
+# *Level*: you know SVI and have read a fit's verdict before ([a logistic
+# regression](01_logistic_regression.ipynb)). *Tags*: normalizing flow, skewed posterior, funnel,
+# diagnostics. *Time*: ten minutes to read, about a minute to run on one core.
 
 # %% tags=["remove-cell"]
 # ruff: noqa: B018, E402
@@ -353,6 +353,19 @@ for axis, (name, points) in zip(axes, panels.items(), strict=True):
     axis.set(title=name, xlabel="effect of the first school [points]", xlim=(-15, 35))
 _ = axes[0].set(ylabel="log of tau [log points]", ylim=(-6, 4))
 
+# %% [markdown]
+# The Gaussian sits in the wide part of the funnel and has hardly any draws below $\tau = 1$, where a
+# fifth of the posterior is. The flow goes down into the neck, and its mean and sd of $\tau$ are
+# close to the exact ones, as the diagnosis says. But the diagnosis judges means and sds. The last
+# columns of the table look further down: the flow has too few draws with $\tau < 0.2$. Its neck is
+# shorter than the true one. If that part matters to you, check it by itself.
+#
+# By the ELBO the two remedies made for hierarchies land between the Gaussian and the flow. But of the
+# four only `AutoHierarchical` reaches the bottom of the neck: its draws have the exact shares below 1
+# and below 0.2 to within a percentage point. (They are corrected, which the ELBO does not show:
+# see [hierarchies](../howto/hierarchies.md).) For such a model begin with it. A flow is for
+# posteriors whose shape you do not know.
+
 # %% tags=["remove-cell"]
 # what the text says of these numbers
 assert gaussian.verdict.decision not in ("intervals",) and flow.verdict.decision == "intervals"
@@ -383,18 +396,6 @@ assert float(answers["P(beta < 0)"]["Gaussian, resampled"]) < 1e-3
 assert about_tau["nats below log evidence"].idxmax() == "Gaussian"
 
 # %% [markdown]
-# The Gaussian sits in the wide part of the funnel and has hardly any draws below $\tau = 1$, where a
-# fifth of the posterior is. The flow goes down into the neck, and its mean and sd of $\tau$ are
-# close to the exact ones, as the diagnosis says. But the diagnosis judges means and sds. The last
-# columns of the table look further down: the flow has too few draws with $\tau < 0.2$. Its neck is
-# shorter than the true one. If that part matters to you, check it by itself.
-#
-# By the ELBO the two remedies made for hierarchies land between the Gaussian and the flow. But of the
-# four only `AutoHierarchical` reaches the bottom of the neck: its draws have the exact shares below 1
-# and below 0.2 to within a percentage point. (They are corrected, which the ELBO does not show:
-# see [hierarchies](../howto/hierarchies.md).) For such a model begin with it. A flow is for
-# posteriors whose shape you do not know.
-#
 # ## If the verdict still says no
 #
 # Then draws of $q$ are not to be used, but $q$ can still help: `ngvi.neutra` rewrites the model in

@@ -164,8 +164,9 @@ sweeps = pd.DataFrame({"loss before the sweep": fit.losses[:7], "nats to go": to
 sweeps.rename_axis("sweep").style.format({"nats to go": "{:.1e}"})
 
 # %% [markdown]
-# The first sweep starts at the prior. Four or five sweeps are enough; in the others the stop rule
-# made sure of that. The coefficients, through ArviZ:
+# The first sweep starts at the prior. After three the loss is within a thousandth of a nat of the
+# last one. The fit took five, the last to see that nothing changes any more. The coefficients, through
+# ArviZ:
 
 # %%
 names = ["intercept", "baseline", "progabide", "progabide x baseline", "visit 4"]
@@ -244,15 +245,19 @@ axis.set(yscale="log", xlim=(0, SECONDS), ylim=(1e-6, 1e4))
 axis.set(xlabel="seconds of processor time", ylabel="nats below the optimum")
 _ = axis.legend()
 
+# %% [markdown]
+# Each line is a run. The optimum is where the sweeps of the fit above ended. These sweeps are there
+# again, to rounding, after a handful of steps. `NGVB`, which knows nothing of them, comes within a
+# thousandth of a nat, where the noise of its draws slows it. Adam's best rate is still one or two
+# tenths of a nat away. The seconds depend on the machine. All three head for the same Gaussian.
+
 # %%
 after = pd.DataFrame({"nats to go after one second, median of 3 seeds": ends})
 after.style.format("{:.1e}")
 
 # %% [markdown]
-# The optimum is where the sweeps of the fit above ended. These sweeps are there again, to rounding,
-# after a handful of steps. `NGVB`, which knows nothing of them, comes within a thousandth of a nat,
-# where the noise of its draws slows it. Adam's best rate is still one or two tenths of a nat away. The
-# seconds depend on the machine. All three head for the same Gaussian.
+# All of the rates: Adam at 0.01 is too slow for one second, and the larger three end within tenths of
+# a nat of each other.
 
 # %% [markdown]
 # ## What a site is
@@ -282,16 +287,17 @@ axis.set(xlabel="posterior mean of the log rate $f_n$")
 axis.set(ylabel="the site as an observation, $\\nu_n / \\Lambda_n$")
 _ = axis.legend(loc="upper left", markerscale=0.6)
 
+# %% [markdown]
+# The area of a point is the precision of its site, which here is the expected count. Small counts
+# say little about their rate, however far from the line they are. A few visits with large counts
+# carry the fit, and those of patient 48 more than any other.
+
 # %%
 share = precision[mine].sum() / precision.sum()
 print(f"Patient 48 has {mine.sum()} of {len(y)} visits")
 print(f"and {share:.0%} of the precision of all sites")
 
 # %% [markdown]
-# The area of a point is the precision of its site, which here is the expected count. Small counts
-# say little about their rate, however far from the line they are. A few visits with large counts
-# carry the fit, and those of patient 48 more than any other.
-#
 # ## Leave-one-out
 #
 # Dividing site $n$ out of $q$ leaves, nearly, the posterior without observation $n$. Its prediction of
@@ -355,6 +361,14 @@ for name in ("sites", "PSIS"):
 bad = int((psis.pareto_k > 0.7).sum())
 print(f"{bad} of {len(y)} k-hats are above 0.7")
 
+# %% [markdown]
+# The last four columns are the log density of the count in nats, by refit, by the sites and by
+# PSIS, and k-hat. The sites follow the refits closely at every visit. PSIS does so too with five
+# coefficients, but for the visits of a large k-hat, where it says itself that it is not to be
+# trusted. Surprising counts stand out: the 76 seizures of patient 24 cost more than sixty nats.
+#
+# One caution: the refits are Gaussians too. They check the division of sites, not the Gaussian.
+
 # %% tags=["remove-cell"]
 # what the text says of these numbers
 assert loo.p_loo > 20
@@ -365,13 +379,6 @@ assert ends["CVI"] < 1e-6 < ends["NGVB"] < 0.1 and ends["NGVB"] < ends[adam]
 assert "Take the intervals as they are" in fit.verdict.verdict
 
 # %% [markdown]
-# The last four columns are the log density of the count in nats, by refit, by the sites and by
-# PSIS, and k-hat. The sites follow the refits closely at every visit. PSIS does so too with five
-# coefficients, but for the visits of a large k-hat, where it says itself that it is not to be
-# trusted. Surprising counts stand out: the 76 seizures of patient 24 cost more than sixty nats.
-#
-# One caution: the refits are Gaussians too. They check the division of sites, not the Gaussian.
-#
 # ## Which patient matters?
 #
 # The same division says how far the posterior mean moves without one observation, or without a set
@@ -411,6 +418,10 @@ shifts = pd.DataFrame(
 )
 shifts
 
+# %% [markdown]
+# Without this patient the interaction is gone: zero is well within one sd. The sites foresaw it
+# without a refit. That the drug harms the severely ill rests on one person.
+
 # %% tags=["remove-cell"]
 row = shifts.loc["progabide x baseline"]
 assert row["all patients"] > 5 * row["sd"] and abs(row["without 48, by refit"]) < row["sd by refit"]
@@ -420,9 +431,6 @@ assert (
 assert distance[48] > 3.5 * np.delete(distance, 48).max()
 
 # %% [markdown]
-# Without this patient the interaction is gone: zero is well within one sd. The sites foresaw it
-# without a refit. That the drug harms the severely ill rests on one person.
-#
 # ## A better model
 #
 # Both signs, `p_loo` and influence, point at the same fault. A Poisson rate that is the same for
@@ -477,14 +485,6 @@ pd.DataFrame(
     }
 )
 
-# %% tags=["remove-cell"]
-assert difference.sum() > 3 * difference.std() * len(y) ** 0.5
-assert q2.stddev[3] > 2.5 * q.stddev[3] and abs(q2.mean[3]) < 2 * q2.stddev[3]
-assert q2.stddev[3] > 3 * q.stddev[3] and 1.5 < -q2.mean[2] / q2.stddev[2] < 2.6
-assert loos["with patient effects"].p_loo > 64 and precision.reshape(59, 4).sum(1).argmax() == 48
-assert table.loc[98, "refit"] < -60 and bad < 5
-assert abs(effects_of_48.shift([48])[0, 3]) < q2.stddev[3]
-
 # %% [markdown]
 # The elpd rises by more than three standard errors. The interaction is now less than two of its sds
 # from zero, and that sd is three times as large. Patient 48 moves it by less than one sd. The
@@ -494,7 +494,16 @@ assert abs(effects_of_48.shift([48])[0, 3]) < q2.stddev[3]
 # `p_loo` has grown to more than the 64 latent variables. Counts still vary more between the visits
 # of one patient than a Poisson allows, see patient 24 in the table at the top. The next step would
 # be an overdispersed likelihood, which is one line in the model.
-#
+
+# %% tags=["remove-cell"]
+assert difference.sum() > 3 * difference.std() * len(y) ** 0.5
+assert q2.stddev[3] > 2.5 * q.stddev[3] and abs(q2.mean[3]) < 2 * q2.stddev[3]
+assert q2.stddev[3] > 3 * q.stddev[3] and 1.5 < -q2.mean[2] / q2.stddev[2] < 2.6
+assert loos["with patient effects"].p_loo > 64 and precision.reshape(59, 4).sum(1).argmax() == 48
+assert table.loc[98, "refit"] < -60 and bad < 5
+assert abs(effects_of_48.shift([48])[0, 3]) < q2.stddev[3]
+
+# %% [markdown]
 # ## When not to use it
 #
 # - The block has to be Gaussian a priori, and an observation may see at most 64 linear combinations
@@ -507,9 +516,9 @@ assert abs(effects_of_48.shift([48])[0, 3]) < q2.stddev[3]
 #   are inducing points and chains.
 # - $q$ is Gaussian, however exact the sweeps are. Read the verdict.
 #
-# **Next** [13: Gaussian processes](13_gaussian_processes.ipynb) uses the same sweeps for a latent
-# function, [14: online](14_online.ipynb) for data that come and go. The equations stand in
-# {doc}`/ideas/sites`.
+# **Next** [Gaussian processes](13_gaussian_processes.ipynb) use the same sweeps for a latent
+# function, and [data that arrive and leave](14_online.ipynb) take them one group at a time. The
+# equations stand in {doc}`/ideas/sites`.
 #
 # ## References
 #

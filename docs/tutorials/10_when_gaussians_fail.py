@@ -41,7 +41,7 @@
 # 8. [Three seeds, side by side](#three-seeds-side-by-side)
 # 9. [Which to take when](#which-to-take-when)
 #
-# Before this: [tutorial 01](01_logistic_regression.ipynb). Related:
+# Before this: [a logistic regression](01_logistic_regression.ipynb). Related:
 # [convergence](../howto/convergence.md), [flows](../ideas/flows.md),
 # [hierarchies](07_hierarchies.ipynb).
 
@@ -226,13 +226,13 @@ print(f"P(tau < 1): exact {small(truth):.3f}, Gaussian {small(gaussian):.3f}")
 # %% tags=["hide-input"]
 panels({"exact": truth, "Gaussian": gaussian})
 
-# %% tags=["remove-cell"]
-assert small(truth) > 0.1 > 0.02 > small(gaussian)
-
 # %% [markdown]
 # The posterior is a funnel: where $\tau$ is small all effects are squeezed together. The Gaussian sits
 # in the wide part and denies the neck. It all but excludes that the schools are alike, which the data
 # do not. A mean-field Gaussian, Pyro's `AutoNormal`, has the same fault.
+
+# %% tags=["remove-cell"]
+assert small(truth) > 0.1 > 0.02 > small(gaussian)
 
 # %% [markdown]
 # ## Remedy 1: write the model differently
@@ -264,20 +264,20 @@ for factor in (1.0, 0.1):
 forms = pd.DataFrame(rows, columns=["standard errors times", "form", "KL [nats]", "decision"])
 forms.round(2)
 
+# %% [markdown]
+# The best form has changed sides. Take the centred form where groups have many data and the non-centred
+# one where they have few, and compare the ELBOs if you cannot tell: they are bounds of one evidence.
+
 # %% tags=["remove-cell"]
 by = forms.set_index(["standard errors times", "form"])["KL [nats]"]
 assert by[1.0, "non-centred"] < 0.5 * by[1.0, "centred"]
 assert by[0.1, "centred"] < by[0.1, "non-centred"]
 
 # %% [markdown]
-# The best form has changed sides. Take the centred form where groups have many data and the non-centred
-# one where they have few, and compare the ELBOs if you cannot tell: they are bounds of one evidence.
-
-# %% [markdown]
 # ## Remedies 2 and 3: a richer guide
 #
 # Two guides keep the model as it is. `AutoHierarchical` has the conditional prior $p(\theta \mid \mu,
-# \tau)$ inside, so the funnel comes with it ([tutorial 07](07_hierarchies.ipynb)).
+# \tau)$ inside, so the funnel comes with it ([hierarchies at scale](07_hierarchies.ipynb)).
 # `AutoCouplingFlow` is a Gaussian pushed through an invertible network, trained by `SPRING`
 # ([how flows work](../ideas/flows.md)). `guide="auto"` begins with what `fit` takes by itself, here the
 # first of the two, and goes on until draws may be taken as they are or nothing more is gained.
@@ -304,16 +304,17 @@ panels(
     }
 )
 
+# %% [markdown]
+# The flow goes some way down the neck of the funnel, and not to its end.
+
 # %% tags=["remove-cell"]
 assert auto.elbo[0] > fit.elbo[0] + 0.5 and auto.verdict.ok and len(auto.rungs) == 1
 assert isinstance(auto.verdict, ngvi.diagnostics.Corrected)
 assert flow.elbo[0] > fit.elbo[0] + 0.5
 
 # %% [markdown]
-# The flow goes some way down the neck of the funnel, and not to its end.
-#
-# k-hat is less sure than the chains about such fits: one draw in a thin tail can carry it above 0.7,
-# and five sets of draws from one guide give five answers.
+# k-hat is less sure than the chains about such fits: one draw in a thin tail can carry it above 0.7.
+# Five sets of draws from one guide fall on both sides:
 
 # %%
 khats = [ngvi.khat(schools, flow.guide, error, effect, seed=seed).khat for seed in range(5)]
@@ -359,16 +360,17 @@ chains.drop(columns="seconds").round(2)
 # %% tags=["hide-input"]
 panels(draws)
 
+# %% [markdown]
+# Of 200 draws, *effective draws* says how many independent ones they are worth for $\log\tau$.
+# *Divergent* trajectories are those where the leapfrog steps went wrong because of curvature, the usual
+# sign of a funnel. It is not a sure one: a chain that stays out of the neck has nothing to diverge
+# from. Through the flow the chain mixes and goes further down the neck. The flow has to be fitted
+# first, so it pays where plain NUTS is stuck. NUTS on the non-centred form, where there is one, is the
+# simpler remedy.
+
 # %% tags=["remove-cell"]
 sizes = chains["effective draws"]
 assert sizes[1] > 2.0 * sizes[0]
-
-# %% [markdown]
-# Of 200 draws, *effective draws* says how many independent ones they are worth for $\log\tau$.
-# *Divergent* trajectories are those whose leaps the curvature threw off, the usual sign of a funnel.
-# It is not a sure one: a chain that stays out of the neck has nothing to diverge from. Through the
-# flow the chain mixes and goes further down the neck. The flow has to be fitted first, so it pays
-# where plain NUTS is stuck. NUTS on the non-centred form, where there is one, is the simpler remedy.
 
 # %% [markdown]
 # ## Three seeds, side by side
@@ -447,8 +449,8 @@ plt.show()
 #   starts; [gotchas](../howto/gotchas_verdicts.md#verdicts-that-disagree) say more.
 # - `diagnose` needs gradients of the model at a thousand points some fifty times. On a large model
 #   `fit` falls back to k-hat.
-# - Everything here used one small data set. [Tutorial 05](05_flows.ipynb) has a second one, with a bent
-#   posterior, and compares `SPRING` with Adam at equal time.
+# - Everything here used one small data set. [The tutorial on flows](05_flows.ipynb) has a second
+#   one, with a bent posterior, and compares `SPRING` with Adam at equal time.
 #
 # Reference: {func}`pyro_ngvi.diagnose`, {func}`pyro_ngvi.khat`, {class}`pyro_ngvi.AutoCouplingFlow`,
 # {class}`pyro_ngvi.optim.SPRING`, {func}`pyro_ngvi.neutra`, {func}`pyro_ngvi.fit`.

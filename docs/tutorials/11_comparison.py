@@ -44,7 +44,7 @@
 # 9. [Prior sensitivity](#prior-sensitivity)
 # 10. [Summary](#summary)
 #
-# Before this: [tutorial 01](01_logistic_regression.ipynb). Related:
+# Before this: [a logistic regression](01_logistic_regression.ipynb). Related:
 # [comparing](../howto/comparing.md), [priors](../howto/priors.md),
 # [predictions](../howto/predictions.md).
 
@@ -200,13 +200,13 @@ def histograms(checks):
 
 histograms(checks)
 
-# %% tags=["remove-cell"]
-assert checks["Poisson"][1] < 0.05
-
 # %% [markdown]
 # *p* is the share of predicted data sets with at least the dispersion of the data (vertical line). Few
 # data sets of either model scatter as much as ours. The Poisson models do not describe the scatter,
 # and their intervals would be too narrow.
+
+# %% tags=["remove-cell"]
+assert checks["Poisson"][1] < 0.05
 
 # %% [markdown]
 # ## Two more models
@@ -245,7 +245,8 @@ for name in ("negative binomial", "plot effects"):
     print(f"{name}: {fits[name].verdict.verdict}")
 
 # %% [markdown]
-# `AutoHierarchical` suits the effects, whose scale is unknown ([tutorial 07](07_hierarchies.ipynb)).
+# `AutoHierarchical` suits the effects, whose scale is unknown ([hierarchies at
+# scale](07_hierarchies.ipynb)).
 # Its guide alone is not to be taken as it is: it gets the tail of $\sigma$ near zero wrong. But
 # `fit` has integrated the effects out and found weights that correct the draws, so that the intervals
 # may be taken as they are. All that we read of this fit below is corrected, but for the ELBO, and
@@ -264,11 +265,11 @@ checks["plot effects"] = statistic, float((statistic >= observed).double().mean(
 # %% tags=["hide-input"]
 histograms({name: checks[name] for name in ("Poisson", "negative binomial", "plot effects")})
 
-# %% tags=["remove-cell"]
-assert min(checks[name][1] for name in ("negative binomial", "plot effects")) > 0.1
-
 # %% [markdown]
 # For both new models the data are an ordinary draw. Do they also predict better?
+
+# %% tags=["remove-cell"]
+assert min(checks[name][1] for name in ("negative binomial", "plot effects")) > 0.1
 
 # %% [markdown]
 # ## Comparison
@@ -301,6 +302,12 @@ ax = az.plot_compare(compared.drop(columns=["elbo", "elbo_se", "decision"]), fig
 ax.set(xlabel="elpd_loo [nats]", title="")
 plt.show()
 
+# %% [markdown]
+# *One rate* is out of the question: its distance is many standard errors. The Poisson model is three
+# nats behind the best, not much more than the standard error of that. The predictive check saw its
+# fault more clearly. *Plot effects* seem to be ahead of the negative binomial by two standard errors,
+# but their row carries a warning.
+
 # %% tags=["remove-cell"]
 assert compared.loc["plot effects", "warning"] and not compared.loc["Poisson", "warning"]
 assert compared.loc["one rate", "elpd_diff"] > 5 * compared.loc["one rate", "dse"]
@@ -313,12 +320,6 @@ for name in ("negative binomial", "plot effects"):
     assert "corrected" in fits[name].verdict.verdict
 assert "guide alone: Take" not in fits["plot effects"].verdict.verdict
 assert "guide alone: Take" in fits["negative binomial"].verdict.verdict
-
-# %% [markdown]
-# *One rate* is out of the question: its distance is many standard errors. The Poisson model is three
-# nats behind the best, not much more than the standard error of that. The predictive check saw its
-# fault more clearly. *Plot effects* seem to be ahead of the negative binomial by two standard errors,
-# but their row carries a warning.
 
 # %% [markdown]
 # ## A leave-one-out estimate that fails
@@ -356,13 +357,14 @@ difference = by_units.pointwise.numpy() - other.loo_i.values
 error = difference.std() * len(y) ** 0.5
 print(f"difference:        {difference.sum():.2f} nats, standard error {error:.2f}")
 
+# %% [markdown]
+# The lead is gone: without the failing weights the effects are behind by less than one standard
+# error. The two models predict alike. Take the negative binomial, which is smaller.
+
 # %% tags=["remove-cell"]
 assert (by_units.khat < 0.7).all() and -error < difference.sum() < 0
 
 # %% [markdown]
-# The lead is gone: without the failing weights the effects are behind by less than one standard
-# error. The two models predict alike. Take the negative binomial, which is smaller.
-#
 # How firm are these numbers? Draws are random. Scores of the same fits from three other sets of draws:
 
 # %%
@@ -399,13 +401,13 @@ rows = {
 }
 pd.DataFrame(rows, index=["elbo", "elpd_loo"]).T.round(2)
 
-# %% tags=["remove-cell"]
-assert rows["a ~ N(2, 1)"][0] - rows["a ~ N(2, 10)"][0] > 8.0
-assert abs(rows["a ~ N(2, 1)"][1] - rows["a ~ N(2, 10)"][1]) < 1.0
-
 # %% [markdown]
 # The ELBO pays nearly $\log 10$ nats for each of six rates; the predictions are the same. Compare
 # evidence only between priors that you mean.
+
+# %% tags=["remove-cell"]
+assert rows["a ~ N(2, 1)"][0] - rows["a ~ N(2, 10)"][0] > 8.0
+assert abs(rows["a ~ N(2, 1)"][1] - rows["a ~ N(2, 10)"][1]) < 1.0
 
 # %% [markdown]
 # ## Prior sensitivity
@@ -464,6 +466,11 @@ axis.minorticks_off()
 axis.legend(fontsize="small")
 plt.show()
 
+# %% [markdown]
+# Weights and refits agree, also at half and at twice the power, which is more than is asked of weights.
+# Under the wide prior the mean of $\omega$ hardly depends on the power. The narrow one pulls it down
+# the harder the more it counts.
+
 # %% tags=["remove-cell"]
 slopes = {name: c[-1] / c[0] for name, c in curves.items()}
 assert slopes["omega ~ HalfNormal(0.05)"] < slopes["omega ~ HalfNormal(0.5)"] - 0.05
@@ -471,10 +478,8 @@ for name, curve in curves.items():
     assert np.allclose(curve[::2], refits[name], rtol=0.04), (name, curve, refits[name])
 
 # %% [markdown]
-# Weights and refits agree, also at half and at twice the power, which is more than is asked of weights.
-# Under the wide prior the mean of $\omega$ hardly depends on the power. The narrow
-# one pulls it down the harder the more it counts. ArviZ turns the slopes at $\alpha = 1$ into
-# one number for each variable, for the prior and for the likelihood:
+# ArviZ turns the slopes at $\alpha = 1$ into one number for each variable, for the prior and for the
+# likelihood:
 
 # %%
 rows = {}
@@ -503,7 +508,8 @@ pd.DataFrame(rows).T.round(3)
 #   [`AutoSites`](06_sites.ipynb); or leave out for real, by a refit.
 # - The ELBO is for guides, `elpd_loo` for models.
 # - Power-scaling is local. It tells whether a prior matters, not what a different prior would give.
-# - None of this applies to a fit that is "unusable": [tutorial 10](10_when_gaussians_fail.ipynb) first.
+# - None of this applies to a fit that is "unusable": read
+#   [when a Gaussian fails](10_when_gaussians_fail.ipynb) first.
 #
 # Reference: {func}`pyro_ngvi.compare`, {func}`pyro_ngvi.to_arviz`, {func}`pyro_ngvi.diagnostics.loo`,
 # {func}`pyro_ngvi.diagnostics.loo_units`, {func}`pyro_ngvi.summary`.

@@ -32,9 +32,9 @@
 # [Sites](#which-digits-does-it-learn-from) · [The kernel](#which-kernel) · [Inducing
 # points](#more-data-in-the-same-time) · [Limits](#when-not-to-use-it)
 #
-# *Level*: you know what a kernel is; [06](06_sites.ipynb) explains sites. *Tags*: Gaussian process,
-# classification, hyperparameters, inducing points, minibatches. *Time*: ten minutes to read, about
-# forty seconds to run on one core.
+# *Level*: you know what a kernel is; [the tutorial on sites](06_sites.ipynb) explains these. *Tags*:
+# Gaussian process, classification, hyperparameters, inducing points, minibatches. *Time*: ten minutes
+# to read, about forty seconds to run on one core.
 
 # %% tags=["remove-cell"]
 # ruff: noqa: B018, E402
@@ -202,14 +202,17 @@ figure, axes = plt.subplots(2, 8, figsize=(8, 2.6), layout="constrained")
 show(axes, X[chosen], [f"{precision[n]:.3f}" for n in chosen])
 _ = figure.supylabel("flattest     most precise", fontsize="small")
 
+# %% [markdown]
+# Above each image stands the precision of its site. The upper row are digits of an unusual hand,
+# which might be another one; the lower row are textbook digits, about which the function was sure
+# already.
+
 # %%
 half = int((precision.sort(descending=True).values.cumsum(0) < precision.sum() / 2).sum())
 print(f"{half} of {len(X)} digits have half of the precision of all sites")
 
 # %% [markdown]
-# Above each image stands the precision of its site. The upper row are digits of an unusual hand,
-# which might be another one; the lower row are textbook digits, about which the function was sure
-# already. As in a support-vector machine, a minority of the data carries the answer.
+# As in a support-vector machine, a minority of the data carries the answer.
 #
 # ## Which kernel?
 #
@@ -314,6 +317,18 @@ table.insert(
 table["ELBO"] = table["ELBO"].map(lambda bound: "" if np.isnan(bound) else f"{bound:.1f}")
 table.round({"accuracy": 3, "log density": 3, "time / dense": 2})
 
+# %% [markdown]
+# Columns are means over the splits: right answers, log density of the test labels in nats, its
+# range over the splits, the ELBO where there is one, and time.
+#
+# With 400 digits, leaving out 200 of 400 points costs 9 nats of ELBO, leaving out 300 costs 23, and the
+# score goes down with it: this function, in 64 dimensions, is not smooth enough to be summed up by 100
+# values. But inducing points buy data. 200 points that see all 1,397 digits predict better than the
+# dense process on 400, in each split, for about the same time. Minibatches come to about the same
+# answer as all data at once; they pay where the data do not fit into memory.
+#
+# The ELBOs of 400 and of 1,397 digits are not to be compared: they are bounds for different data.
+
 # %% tags=["remove-cell"]
 # what the text says of these numbers
 of = results.pivot(index="split", columns=["digits", "method"], values="log density")
@@ -328,17 +343,6 @@ assert loo.count == 400 and abs(loo.elpd / 400 - scores(process, split(0)[3])[1]
 assert half < 100
 
 # %% [markdown]
-# Columns are means over the splits: right answers, log density of the test labels in nats, its
-# range over the splits, the ELBO where there is one, and time.
-#
-# With 400 digits every inducing point that is left out costs some nats of ELBO and some of the
-# score: this function, in 64 dimensions, is not smooth enough to be summed up by 100 values. But
-# they buy data. 200 points that see all 1,397 digits predict better than the dense process on 400,
-# in each split, for about the same time. Minibatches come to about the same answer as all data at
-# once; they pay where the data do not fit into memory.
-#
-# The ELBOs of 400 and of 1,397 digits are not to be compared: they are bounds for different data.
-#
 # ## When not to use it
 #
 # - **Joint uncertainty of the kernel.** $s^2$ and $\ell$ are point estimates here.
@@ -348,7 +352,7 @@ assert half < 100
 # - **Images.** A network with convolutions knows that pixels have neighbours. This kernel does not.
 # - **float32.** An RBF kernel needs a jitter of $10^{-4}$ of its variance and more there.
 #
-# **Next** [14: online](14_online.ipynb), where data arrive and leave.
+# **Next** [data that arrive, change and leave](14_online.ipynb).
 # {doc}`/howto/gaussian_processes` has several processes, means, and trained inducing inputs;
 # {doc}`/ideas/sites` the equations.
 #

@@ -35,9 +35,9 @@
 # [Corrections](#a-label-is-corrected) · [Withdrawals](#a-patient-leaves) ·
 # [Minibatches](#too-many-for-one-step) · [Limits](#when-not-to-use-it)
 #
-# *Level*: you know logistic regression; [06](06_sites.ipynb) explains sites. *Tags*: online
-# learning, GLM, unlearning, minibatches. *Time*: ten minutes to read, about ten seconds to run on
-# one core.
+# *Level*: you know logistic regression; [the tutorial on sites](06_sites.ipynb) explains these. *Tags*:
+# online learning, GLM, unlearning, minibatches. *Time*: ten minutes to read, about ten seconds to run
+# on one core.
 
 # %% tags=["remove-cell"]
 # ruff: noqa: E402
@@ -196,12 +196,23 @@ right.axhline(-np.log(2), color="0.6", linestyle=":", linewidth=0.8, label="a co
 right.set(xlabel="tumours seen", ylabel="mean log density of\nthe next fifty [nats]")
 _ = right.legend(fontsize="small", loc="center right")
 
+# %% [markdown]
+# Left: with `add` and two sweeps the gap stays below a tenth of a nat, however many arrive. Two
+# sweeps from the start are far away, since the old sites have to be found again. "Posterior as
+# prior" starts well and its errors add up: what it made of early data was right for the posterior
+# of that time, and is never corrected. Right: the model predicts the next patients well from the first
+# groups on; ups and downs are those of fifty patients.
+
 # %%
 largest = pd.Series({name: max(gap) for name, gap in gaps.items()})
 print("largest gap [nats]")
 print(largest.round(3).to_string())
 ratio = seconds["converged anew"] / seconds["add"]
 print(f"time of 15 sweeps from the start, over that of add and two sweeps: {ratio:.1f}")
+
+# %% [markdown]
+# The largest gap of each over the ten groups, and what `add` saves: most of the time of a fit from the
+# start.
 
 # %% tags=["remove-cell"]
 # what the text says of these numbers
@@ -210,12 +221,6 @@ assert largest["from the start, two sweeps"] > 5
 assert ratio > 1.5 and min(s for _, s in predicted) > -0.3
 
 # %% [markdown]
-# Left: with `add` and two sweeps the gap stays below a tenth of a nat, however many arrive. Two
-# sweeps from the start are far away, since the old sites have to be found again. "Posterior as
-# prior" starts well and its errors add up: what it made of early data was right for the posterior
-# of that time, and is never corrected. Right: the model predicts the next patients well from the first
-# groups on; ups and downs are those of fifty patients.
-#
 # ## A label is corrected
 #
 # Suppose that one of the labels was typed in wrongly. We flip one on which the model was sure,
@@ -256,14 +261,15 @@ for sweep in (1, 2, 3):
     note(f"sweep {sweep}")
 pd.Series(steps, name="nats below the best Gaussian").round(4).to_frame()
 
+# %% [markdown]
+# The reset alone undoes about half of the damage: the site is gone, but the others had bent to it.
+# After three sweeps the posterior is that of the right labels.
+
 # %% tags=["remove-cell"]
 assert ranking[0] == sure and surprise[ranking[0]] < 1.5 * surprise[ranking[1]]
 assert steps["the wrong label is in"] > 3 and abs(steps["sweep 3"]) < 0.05
 
 # %% [markdown]
-# The reset alone undoes about half of the damage: the site is gone, but the others had bent to it.
-# After three sweeps the posterior is that of the right labels.
-#
 # ## A patient leaves
 #
 # Consent is withdrawn, and the posterior should be the one without this patient. We take the
@@ -293,10 +299,6 @@ for sweep in (1, 2, 3):
 columns = ["KL to the refit [nats]", "largest shift [sd]"]
 pd.DataFrame(rows, index=columns).T.style.format("{:.1e}")
 
-# %% tags=["remove-cell"]
-assert rows["with the patient"][0] > 2 * rows["removed"][0]
-assert rows["sweep 3"][0] < 1e-2 and rows["sweep 3"][1] < 0.1
-
 # %% [markdown]
 # The KL divergence and the largest shift of a coefficient say what is left of the patient. Removing
 # the site takes most of it away. The rest is in the other sites, which had adapted to this patient,
@@ -304,7 +306,12 @@ assert rows["sweep 3"][0] < 1e-2 and rows["sweep 3"][1] < 0.1
 #
 # This concerns the posterior. Copies of draws, predictions and the standardisation above, which
 # used the first 69 patients, are another matter.
-#
+
+# %% tags=["remove-cell"]
+assert rows["with the patient"][0] > 2 * rows["removed"][0]
+assert rows["sweep 3"][0] < 1e-2 and rows["sweep 3"][1] < 0.1
+
+# %% [markdown]
 # ## Too many for one step
 #
 # Where a sweep over all data is too long, a step may see a minibatch: it moves the sites of its
@@ -322,13 +329,14 @@ for number in (2, 3, 4, 5, 6):
 by_pass = pd.Series(passes, name="nats below the best Gaussian").rename_axis("pass")
 by_pass.round(5).to_frame()
 
+# %% [markdown]
+# A pass is ten minibatches of 57. After six passes nothing that matters is left of the gap. For 569
+# rows this saves nothing; it is meant for data that do not fit into memory.
+
 # %% tags=["remove-cell"]
 assert abs(passes[6]) < 1e-2
 
 # %% [markdown]
-# A pass is ten minibatches of 57. After six passes nothing that matters is left of the gap. For 569
-# rows this saves nothing; it is meant for data that do not fit into memory.
-#
 # ## When not to use it
 #
 # - **A latent variable for each observation**, as in a Gaussian process at the inputs of the data: the
