@@ -19,7 +19,7 @@
 # A state-space model in a few lines of Pyro, fitted without draws and without a learning rate for the
 # states. You get smoothed levels, forecasts with intervals, and a way to tell whether to trust them.
 #
-# **Level** beginner to intermediate. **Tags** state space, `AutoSites`, CVI, forecasting, counts.
+# **Level** first steps to intermediate. **Tags** state space, `AutoSites`, CVI, forecasting, counts.
 # **Reading** 12 minutes, about half a minute of computing on one core. **Written for** pyro_ngvi 0.2.
 #
 # **Goals**
@@ -39,6 +39,7 @@
 # 6. [Counts: disasters in coal mines](#counts-disasters-in-coal-mines)
 # 7. [What to keep in mind](#what-to-keep-in-mind)
 #
+# Before this: Pyro's `sample` and `plate`, and [a logistic regression](01_logistic_regression.ipynb).
 # Related: [time series, in short](../howto/time_series.md), [how sites work](../ideas/sites.md),
 # [missing data](../howto/missing_data.md).
 
@@ -173,12 +174,14 @@ published = {"step": 1469.1, "noise": 15099.0}
 variances = {"here": {k: (100.0 * v) ** 2 for k, v in learnt.items()}, "published": published}
 pd.DataFrame(variances).rename(index=lambda k: f"variance of the {k}").round(0)
 
+# %% [markdown]
+# They agree within one per cent, the first level's prior included.
+
 # %% tags=["remove-cell"]
 assert all(abs(variances["here"][k] / published[k] - 1.0) < 0.1 for k in published)
 
 # %% [markdown]
-# They agree within one per cent, the first level's prior included. `guide.predict` gives mean and
-# variance of the level in every year:
+# `guide.predict` gives mean and variance of the level in every year:
 
 # %%
 mean, variance = (t[:, 0] for t in fit.guide.predict(y, everything)["level"])
@@ -229,13 +232,13 @@ z = ((y - mean) / sd)[~past]
 for share, bound in ((0.5, 0.674), (0.9, 1.645)):
     print(f"{share:.0%} intervals hold {(z.abs() < bound).sum()} of {len(z)} held-out years")
 
-# %% tags=["remove-cell"]
-assert (z.abs() < 1.645).sum() >= 16
-
 # %% [markdown]
 # The forecast is flat, as a random walk has no direction, and its band widens with time. The held-out
 # years lie inside, if anything too comfortably. Twenty years from one origin are not twenty independent
 # checks, though: one level too high would spoil them all.
+
+# %% tags=["remove-cell"]
+assert (z.abs() < 1.645).sum() >= 16
 
 # %% [markdown]
 # ## Many origins: is the model any good?
@@ -305,9 +308,6 @@ summary["gain"] = gain.mean()
 summary["its error"] = gain.std() / len(gain) ** 0.5
 summary.round(2)
 
-# %% tags=["remove-cell"]
-assert summary["gain"]["local level"] > 0.0
-
 # %% [markdown]
 # *log score* is the mean over thirteen origins of the log density of five years; *inside 90 %* the
 # share of years in the forecast's 90 % interval; *sd* the mean forecast sd, in $10^8$ m³; *gain* the
@@ -319,6 +319,9 @@ assert summary["gain"]["local level"] > 0.0
 # hardly moves, and a constant is as good. The random walk and the Matérn process cannot be told
 # apart. So the check supports a moving level, weakly. Note that leave-one-out (`guide.loo()`) would
 # not answer this question. It predicts a year from *both* sides.
+
+# %% tags=["remove-cell"]
+assert summary["gain"]["local level"] > 0.0
 
 # %% [markdown]
 # ## Counts: disasters in coal mines
@@ -353,7 +356,7 @@ def mines(y, seen):
 
 
 # %% [markdown]
-# The prior check: how many disasters in 111 years does the model expect? The data have
+# The prior check: how many disasters in 111 years does the model expect?
 
 # %% tags=["hide-input"]
 pyro.clear_param_store()
@@ -364,7 +367,7 @@ low, middle, high = totals.quantile(torch.tensor([0.05, 0.5, 0.95])).tolist()
 print(f"{disasters.sum():.0f} in the data; prior median {middle:.0f}, 90 % {low:.0f} to {high:.0f}")
 
 # %% [markdown]
-# well inside a wide interval. Now the fit:
+# The 191 in the data lie well inside a wide interval. Now the fit:
 
 # %%
 known = when < 1946
@@ -400,12 +403,15 @@ axis.fill_between(
 axis.set(xlabel="year", ylabel="disasters a year")
 axis.legend(ncols=3, fontsize="small")
 plt.show()
+of = {year: middle[when == year].item() for year in (1880, 1900)}
+print(f"median rate {of[1880]:.1f} in 1880 and {of[1900]:.1f} in 1900,", end=" ")
+print(f"which is {of[1900] / of[1880]:.2f} of it")
 
 # %% [markdown]
-# The rate falls to a third between 1880 and 1900, when safety laws came into force. The forecast
-# starts at the last level, drifts towards the long-run mean, and widens. Is it a good forecast? As
-# rivals, two constant rates: that of all known years, and that of the last twenty, both with the
-# conjugate Gamma prior of shape 1 and mean 1.
+# The rate falls to little more than a third between 1880 and 1900, when safety laws came into force.
+# The forecast starts at the last level, drifts towards the long-run mean, and widens. Is it a good
+# forecast? As rivals, two constant rates: that of all known years, and that of the last twenty, both
+# with the conjugate Gamma prior of shape 1 and mean 1.
 
 
 # %%
@@ -429,21 +435,22 @@ within = (actual >= counts.quantile(0.05, 0)[~known]) & (actual <= counts.quanti
 print(f"{within.sum()} of {len(within)} held-out counts are inside the 90 % interval;", end=" ")
 print(f"they are {actual.mean():.2f} a year on average")
 
-# %% tags=["remove-cell"]
-assert within.sum() >= 14 and rows[2][1] > rows[0][1]
-
 # %% [markdown]
 # The process beats the constant rate of all years, and is no better than the plain rate of the last
 # twenty: it still remembers how high the rate once was. All three forecast more than happened, since
 # after 1946 the rate fell to a level that had not been seen before. The intervals hold the counts
 # nonetheless. With counts this small that is easy, so look at the score too.
 
+# %% tags=["remove-cell"]
+assert within.sum() >= 14 and rows[2][1] > rows[0][1]
+
 # %% [markdown]
 # ## What to keep in mind
 #
 # - Scales learnt as `pyro.param` are points. Intervals ignore how uncertain they are, and are too
-#   narrow where the series is short. Give them priors and take `AutoFullRankNormal` for all latent
-#   variables, or compare a few values.
+#   narrow where the series is short. Give the scales priors: `fit` then takes `AutoHierarchical`, with
+#   the whole chain as one [block](../howto/hierarchies.md#series-fields-crossed-effects) of up to 512
+#   numbers. Longer series are for `ngvi.integrate` ([how](../howto/marginals.md)).
 # - `AutoSites` draws nothing, so these fits have no seed to vary. The data are what varies: score
 #   several origins, not one.
 # - A guide knows the times it was trained at. For later times put them in from the start, unseen, as
