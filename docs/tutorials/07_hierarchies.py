@@ -493,10 +493,10 @@ assert fitted[1, 0] > by_prior[1, 0] > fitted[1, 1]
 # ## When not to use it
 #
 # - Units that depend on each other given $v$ (chains, fields, two crossed sets of effects) are no
-#   units. Up to 512 latent variables `fit` takes them whole, as one
-#   [block](../howto/hierarchies.md#series-fields-crossed-effects), and nothing need be named. Longer
-#   chains, at given scales, are for [`AutoSites`](06_sites.ipynb). Of larger crossed sets the larger
-#   one becomes the units and the other joins the globals, whose scale then comes out too narrow.
+#   units. Up to 512 latent variables `fit` takes them whole, as one [block](../howto/hierarchies.md),
+#   and nothing need be named. Longer chains, at given scales, are for [`AutoSites`](06_sites.ipynb). Of
+#   larger crossed sets the larger one becomes the units and the other joins the globals, whose scale
+#   then comes out too narrow.
 # - Effects whose prior is not Gaussian or a map of a Gaussian: they join the globals.
 # - Units with little data and a skewed likelihood (Poisson zeros, all answers right) have a $q(u
 #   \mid v)$ that is too symmetric, as above. `ngvi.khat` and `fit.diagnosis` say how far to trust
