@@ -20,6 +20,7 @@ import pyro
 import pyro.distributions as dist
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..guides.centers import init_to_center
 from ..linalg.host import host_bool
@@ -52,11 +53,12 @@ def inputs_of(x: Any, module: nn.Module) -> tuple[Any, ...]:
 
 @contextmanager
 def _slow_attention() -> Iterator[None]:
-    """Without the kernels of attention layers in eval mode, which have no derivative."""
+    """Without the kernels of attention that have no derivative, in eval mode, or no batched form."""
     enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        yield
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
     finally:
         torch.backends.mha.set_fastpath_enabled(enabled)
 

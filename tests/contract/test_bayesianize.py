@@ -544,7 +544,6 @@ class Encoder(nn.Module):
         return self.out(self.encoder(x).mean(1))
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.filterwarnings("ignore:BatchedELBO.*jumps")  # of its ReLU
 @pytest.mark.parametrize("curvature", [None, "hessian"])
 def test_attention_in_eval_mode_has_gradients(curvature: str | None) -> None:
