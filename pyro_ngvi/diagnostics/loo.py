@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..hierarchy import ExactUnits
 from ..runtime.density import Sites, site_log_prob
 from ..runtime.model_density import map_draws
 from .arviz_compat import elpd_data
@@ -19,7 +20,7 @@ from .diagnosis import Diagnosis
 from .draws import Draws, Fitted, compact, mask_of, random_state, sites_of_kind, with_likelihood
 from .groups import name_dims, observations
 from .khat import KHat, khat_from_log_weights
-from .verdict import MORE, judge, may_draw_more
+from .verdict import MORE, PATIENCE, judge, may_draw_more
 from .weights import log_sum_exp
 
 #: log likelihoods that are held at once: a GiB, in float32 as `to_arviz` stores so many of them
@@ -107,7 +108,9 @@ def loo(
         elif weights.rounded:
             warnings.warn(f"loo: {weights.rounded}", RuntimeWarning, stacklevel=2)
         found = _left_out(fitted, draws, name, rows, powers, weigh, batch_size)
-        if found[3].any() and may_draw_more(fitted, draws):
+        # units that are drawn by quadrature may cost too much for that
+        patient = not isinstance(guide, ExactUnits) or MORE * fitted.seconds <= PATIENCE
+        if found[3].any() and patient and may_draw_more(fitted, draws):
             num_samples *= MORE
             draws = fitted.draw(num_samples, batch_size)
             found = _left_out(fitted, draws, name, rows, powers, weigh, batch_size)

@@ -50,10 +50,10 @@ class StopRule:
         gap + error <= tol,    error <= tol / 2,    gap = g' H^-1 g / 2.
 
     It needs a guide of ours with a known Fisher matrix; or Pyro's ``AutoNormal``,
-    ``AutoDiagonalNormal``, ``AutoMultivariateNormal`` or ``AutoLowRankMultivariateNormal``, with an
-    ELBO of Pyro's and a model that ``vmap`` can run.  For other guides, for means of which float32
-    hardly resolves the sds, or where the model has parameters of its own, the rule says "settled": the
-    trimmed mean loss of the last quarter of the steps is no more than ``tol`` below that before, by a
+    ``AutoDiagonalNormal``, ``AutoMultivariateNormal`` or ``AutoLowRankMultivariateNormal``, with Pyro's
+    ``Trace_ELBO``, ``TraceGraph_ELBO`` or ``TraceEnum_ELBO`` and a model that ``vmap`` can run.  For
+    others, for means of which float32 hardly resolves the sds, or where the model has parameters, the
+    rule says "settled": the trimmed mean loss of the last quarter of the steps is no more than ``tol`` below that before, by a
     standard error of at most tol / 2 (of natural gradients on all data also by common noise, of ``CVI``
     by the ratio of its last falls).  That says nothing of what a rate too small leaves to gain.
 

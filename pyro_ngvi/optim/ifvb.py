@@ -82,7 +82,7 @@ class IFVB(NaturalGradientOptim):
             ``ConjugateGradients()``, ``LowRank(32, growth=1.0)``, ``Window(128)`` or ``Dense()``.
             ``None``: the first for guides that are not ours, that window for flows, else that low rank.
         num_scores: scores drawn per step; ``None``: 8 for a window, 64 for conjugate gradients without
-            exact products, else 1.
+            exact products, which need none, else 1.
         trust_radius: largest length of a step in the estimated Fisher norm, nats^(1/2), until steps
             that agree show that they may be longer; ``None``: no bound.
         clip_norm: largest Euclidean norm of the natural gradient (the paper's device); ``None``: none.

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import reduce
+from numbers import Real
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -296,7 +297,7 @@ def require(holds: bool, name: str, what: str, value: Any) -> None:
 
 def require_rate(name: str, rate: Rate) -> None:
     """Refuse what is neither a number in (0, 1] nor a function of the step count."""
-    number = isinstance(rate, int | float) and not isinstance(rate, bool) and 0.0 < rate <= 1.0
+    number = isinstance(rate, Real) and not isinstance(rate, bool) and 0.0 < float(rate) <= 1.0
     require(number or callable(rate), name, "be in (0, 1] or a function of the step count", rate)
 
 

@@ -227,7 +227,8 @@ class Vadam(_Preset):
         lr: learning rate, in the units of the parameters, or a function of the step count.
         curvature_lr: 1 - beta_2, weight of a new squared gradient.
         momentum: beta_1.
-        further: ``averaging`` and ``others`` of :class:`~pyro_ngvi.optim.VON`; refusals as there.
+        further: those of :class:`~pyro_ngvi.optim.VON`, refusals too, but ``damping``; by default not
+            ``safe`` and without ``trust_radius``, neither of which is the paper's.
 
     Source: Khan et al. (2018, arXiv:1806.04854), section 3.3; as in their code q takes s uncorrected.
 
