@@ -53,9 +53,10 @@ class StopRule:
     ``AutoDiagonalNormal``, ``AutoMultivariateNormal`` or ``AutoLowRankMultivariateNormal``, with Pyro's
     ``Trace_ELBO``, ``TraceGraph_ELBO`` or ``TraceEnum_ELBO`` and a model that ``vmap`` can run.  For
     others, for means of which float32 hardly resolves the sds, or where the model has parameters, the
-    rule says "settled": the trimmed mean loss of the last quarter of the steps is no more than ``tol`` below that before, by a
-    standard error of at most tol / 2 (of natural gradients on all data also by common noise, of ``CVI``
-    by the ratio of its last falls).  That says nothing of what a rate too small leaves to gain.
+    rule says "settled": the trimmed mean loss of the last quarter of the steps is no more than ``tol``
+    below that before, by a standard error of at most tol / 2 (of natural gradients on all data also by
+    common noise, of ``CVI`` by the ratio of its last falls).  That says nothing of what a rate too
+    small leaves to gain.
 
     It looks where losses have ceased to fall, after step 5, then after 10 to 25 % more, with as many
     gradients as steps at most; but for ``newton``, and a guide that goes back, a run is as without it.
