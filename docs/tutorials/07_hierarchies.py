@@ -493,7 +493,7 @@ assert fitted[1, 0] > by_prior[1, 0] > fitted[1, 1]
 # ## When not to use it
 #
 # - Units that depend on each other given $v$ (chains, fields, two crossed sets of effects) are no
-#   units. Up to 512 latent variables `fit` takes them whole, as one [block](../howto/hierarchies.md),
+#   units. Up to 512 latent variables `fit` takes them whole, as one [block](../howto/blocks.md),
 #   and nothing need be named. Longer chains, at given scales, are for [`AutoSites`](06_sites.ipynb). Of
 #   larger crossed sets the larger one becomes the units and the other joins the globals, whose scale
 #   then comes out too narrow.

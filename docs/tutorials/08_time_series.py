@@ -449,7 +449,7 @@ assert within.sum() >= 14 and rows[2][1] > rows[0][1]
 #
 # - Scales learnt as `pyro.param` are points. Intervals ignore how uncertain they are, and are too
 #   narrow where the series is short. Give the scales priors: `fit` then takes `AutoHierarchical`, with
-#   the whole chain as one [block](../howto/hierarchies.md) of up to 512 numbers. Longer series are for
+#   the whole chain as one [block](../howto/blocks.md) of up to 512 numbers. Longer series are for
 #   `ngvi.integrate` ([how](../howto/marginals.md)).
 # - `AutoSites` draws nothing, so these fits have no seed to vary. The data are what varies: score
 #   several origins, not one.
