@@ -51,8 +51,9 @@ def loo(
     ``arviz.loo`` of the guide's draws leaves p / q out, as is done here only where p / q is of no use,
     :class:`KHat` "unusable". Under ``poutine.scale`` c it is p(y_i | z)^c that is left out.  Where a
     k-hat is too large 16 times as many draws decide, if they and the data are no more than 5 * 10^7
-    numbers.  Masked data are no data.  Not for data that depend on each other given the latent
-    variables, nor for leaving out units of a hierarchy (:func:`loo_units`).
+    numbers (draws of units by quadrature, if they take 15 s at most).  Masked data are no data.  Not
+    for data that depend on each other given the latent variables, nor for leaving out units of a
+    hierarchy (:func:`loo_units`).
 
     Args:
         model: the Pyro model.

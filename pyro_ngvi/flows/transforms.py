@@ -315,6 +315,9 @@ def coupling_flow(d: int, kind: str, layers: int, hidden: tuple[int, ...], bins:
         layers: how many, with networks of ``hidden`` widths.
         bins: of a spline, between -5 and 5.
 
+    Raises:
+        ImportError: for a spline or "autoregressive", where Zuko is not installed.
+
     Example:
         >>> coupling_flow(2, "affine", layers=2, hidden=(8,), bins=8)(torch.ones(2))[0].tolist()
         [1.0, 1.0]

@@ -67,7 +67,7 @@ class Report:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What the last step did, in numbers.
+    """What the last step did, in numbers: of ``optim.report()``, as in the example of ``NGVB``.
 
     Attributes:
         outcome: "accepted", "damped" (by the trust region, or as an outlier) or "skipped" (not finite).

@@ -31,7 +31,7 @@ class DiagonalRule(VONRule):
 
 
 class IVONRule(DiagonalRule):
-    """VON with a trust region in the step of the mean, entry by entry."""
+    """VON with a trust region in the step of the mean, entry by entry; see the example of ``IVON``."""
 
     unused = ("damping",)
 
@@ -49,7 +49,7 @@ class IVONRule(DiagonalRule):
 
 
 class VadamRule(DiagonalRule):
-    """VON with the square root of Adam in the step of the mean."""
+    """VON with the square root of Adam in the step of the mean; see the example of ``Vadam``."""
 
     unused = ("damping",)
 
@@ -65,7 +65,7 @@ class VadamRule(DiagonalRule):
 
 
 class SLANGRule(VONRule):
-    """VON for a factor precision, whose step keeps what rank L can hold."""
+    """VON for a factor precision, whose step keeps what rank L can hold; see ``SLANG``'s example."""
 
     unused = ("safe",)
 

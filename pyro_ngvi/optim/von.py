@@ -51,7 +51,7 @@ def slowing_rate(k: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class VONRule(Rule):
-    """The mathematics, as pure functions of tensors."""
+    """The mathematics of :class:`VON`, whose example takes it, as pure functions of tensors."""
 
     family: Any
     lr: Rate
