@@ -307,16 +307,13 @@ def _inverts_one_by_one(transform: Any) -> bool:
 
 
 def coupling_flow(d: int, kind: str, layers: int, hidden: tuple[int, ...], bins: int) -> nn.Module:
-    """The identity (up to the order of variables) as a flow on R^d, to be trained.
+    """A flow on R^d to be trained, first the identity; ImportError without Zuko, but for "affine".
 
     Args:
         d: the number of variables.
         kind: "affine" or "spline" for a :class:`CouplingFlow`, "autoregressive" for Zuko's ``MAF``.
         layers: how many, with networks of ``hidden`` widths.
         bins: of a spline, between -5 and 5.
-
-    Raises:
-        ImportError: for a spline or "autoregressive", where Zuko is not installed.
 
     Example:
         >>> coupling_flow(2, "affine", layers=2, hidden=(8,), bins=8)(torch.ones(2))[0].tolist()
