@@ -17,7 +17,7 @@ def summary(data: Any, **kwargs: Any) -> Any:
 
     R-hat, ESS and the error built on it are left out: of a guide's independent draws they look perfect,
     however wrong it is.  The line under the table is the verdict that :func:`pyro_ngvi.to_arviz` wrote,
-    also in ``table.attrs["verdict"]``; it judges all latent sites, whatever ``var_names`` shows.
+    also in ``table.attrs["verdict"]``; it judges all sites, whatever ``var_names`` shows.
 
     Where raw draws are not to be taken as they are, two columns say which rows the normalised weights
     w_s of the draws x_s move by more than 0.3 sds or 30 %; NaN where neither moves that far:
