@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.func import grad, vjp, vmap
 from torch.overrides import TorchFunctionMode
 
-from ..linalg.hessian import twice_differentiable
 from ..linalg.host import fixed_normal
 from ..runtime.density import Site, Sites, site_kind, site_log_prob
 from ..runtime.pyro_adapter import unmasked
@@ -51,7 +50,6 @@ def jvp(f: Callable[..., Any], primals: tuple[Any, ...], tangents: tuple[Any, ..
     return torch.func.jvp(f, primals, tangents)
 
 
-@twice_differentiable
 def hessian(function: Function, t: Tensor, diagonal: bool = False) -> Tensor:
     """The Hessian, or its diagonal, by forward over reverse mode, ``CHUNK`` columns at a time."""
     indices = torch.arange(len(t), device=t.device)
@@ -65,7 +63,6 @@ def hessian(function: Function, t: Tensor, diagonal: bool = False) -> Tensor:
     return H if diagonal else 0.5 * (H + H.mT)
 
 
-@twice_differentiable
 def hessian_product(function: Function, t: Tensor, v: Tensor) -> Tensor:
     """H v, by reverse over reverse mode: for one v far cheaper than forward over reverse."""
     return grad(lambda t: grad(function)(t) @ v)(t)

@@ -34,11 +34,11 @@ from ..hierarchy.collapsed import Collapsed, ExactUnits, collapse
 from ..hierarchy.marginal import MOST, ORDERS, point_count
 from ..linalg.host import own_random_state
 from ..runtime.density import LatentLayout
-from ..runtime.model_density import NaNWhereSingular, batched_trace, map_draws
+from ..runtime.model_density import NaNWhereSingular, batched_trace
 from ..runtime.run import CannotBatch
 from .draws import MOST_DOUBLES, Fitted, guide_draws, resample
 from .khat import EVEN, FEWEST, KHat, khat_from_log_weights
-from .moved import Moved, by_site, derived
+from .moved import Moved, by_site, derived, values_at
 from .slices import copula
 from .verdict import PATIENCE
 from .weights import MIN_DRAWS, shift_of
@@ -227,8 +227,7 @@ def moved_by_weights(
     few = MOST_DOUBLES // many
     names = [n for n in fitted.shown if n not in fitted.latent and exact.sites[n][0].numel() <= few]
     if names:  # of deterministic sites
-        shown = map_draws(fitted.joint, lambda s: {n: s[n]["value"] for n in names}, of_guide, many)
-        found[0].update(derived(shown, exact.sites, shifted))
+        found[0].update(derived(values_at(fitted.joint, names, of_guide), exact.sites, shifted))
     each = [m for part in found for m in part.values()]
     undecided = not all(m.is_good or m.is_off for m in each)
     if more == MORE and undecided and patient:

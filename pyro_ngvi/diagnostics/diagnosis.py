@@ -341,7 +341,7 @@ def _by_chains(
         latent, few = density.layout.transforms, MOST_DOUBLES // len(start)
         names = [n for n, x in weights.shifts.items() if n not in latent and x.mean.size <= few]
         for (sites, _), pair in zip(by_mode, pairs, strict=True) if names else ():
-            before, after = (values_at(density, names, x) for x in pair)
+            before, after = (values_at(density.program, names, density.unpack(x)) for x in pair)
             sites |= derived(before, after, moved)
     sites, unconstrained = (
         {name: Moved.of_modes([mode[name] for mode in each]) for name in each[0]}

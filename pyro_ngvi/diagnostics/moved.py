@@ -11,8 +11,9 @@ import pyro
 import torch
 from torch import Tensor
 
-from ..runtime.density import LatentLayout, to_unconstrained
-from ..runtime.model_density import ModelDensity, NaNWhereSingular
+from ..runtime.density import LatentLayout, Sites, to_unconstrained
+from ..runtime.model_density import NaNWhereSingular, map_draws
+from ..runtime.run import Program, Values
 from .khat import COARSE_MEAN, COARSE_SD
 from .weights import Shift
 
@@ -106,11 +107,14 @@ def derived(
     return found
 
 
-def values_at(density: ModelDensity, names: list[str], theta: Tensor) -> dict[str, Tensor]:
-    """Values (S, *shape) of the sites ``names`` at unconstrained points (S, d)."""
+def values_at(program: Program, names: list[str], at: Values) -> dict[str, Tensor]:
+    """Values (S, *shape) of the sites ``names`` of a program at those of latent sites."""
+
+    def chosen(sites: Sites) -> dict[str, Tensor]:
+        return {name: sites[name]["value"] for name in names}
+
     with pyro.validation_enabled(False), NaNWhereSingular():
-        sites = density.trace(theta).sites
-    return {name: sites[name].value for name in names}
+        return map_draws(program, chosen, at, len(next(iter(at.values()))))
 
 
 def _rounded(transform: Any, u: Tensor, x: Tensor) -> Tensor:

@@ -8,15 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.func import vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-#: fused kernels of attention have no second derivative
-twice_differentiable = sdpa_kernel(SDPBackend.MATH)
 #: rows of a Hessian at once: larger batches fall out of the cache
 ROWS = 16
 
 
-@twice_differentiable
 def derivatives(f: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Value, gradient and Hessian at one point x (d,), by reverse over reverse, which all allow."""
     # not by grad and jacrev of torch.func: these are slower, and import a compiler for two seconds

@@ -23,6 +23,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from ..families.flow import places
 from ..linalg.host import host_bool
+from ..runtime.stand_ins import stand_ins
 
 # A distribution is Any: to a type checker Pyro's are abstract.
 Prior: TypeAlias = float | Callable[[str, Tensor], Any]
@@ -248,7 +249,8 @@ def run_vectorized(
 
     if not batched:
         return run({}), 0
-    output = torch.func.vmap(run, randomness="different")(batched)
+    with stand_ins():
+        output = torch.func.vmap(run, randomness="different")(batched)
     if isinstance(output, Tensor):
         output = output.reshape(lead + output.shape[1:])
     return output, len(lead)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.func import jacrev
 
-from ..linalg.hessian import gradient, twice_differentiable
+from ..linalg.hessian import gradient
 from ..runtime.density import LatentLayout, Site, Sites, site_log_prob, with_density
 from ..runtime.model_density import ModelDensity
 
@@ -126,7 +126,6 @@ def jumping_sites(density: ModelDensity, theta: Tensor) -> Iterator[str]:
             yield name
 
 
-@twice_differentiable
 def jump(f: Callable[[Tensor], Tensor], a: Tensor, u: Tensor) -> tuple[float, float] | None:
     """The two ends, in s, of a tiny part of the segment a + s u over which phi of ``f`` jumps."""
 

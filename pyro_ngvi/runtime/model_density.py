@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import pyro
@@ -169,6 +170,7 @@ class ModelDensity:
         initial: theta of the prototype, (d,).
         unpack: theta (S, d) to constrained values (S, *shape) by site.
         pack: constrained values (S, *shape) by site to theta (S, d).
+        program: the model with its arguments, enumerated sites summed out.
 
     Raises:
         ValueError: when a latent site is discrete or there is none.
@@ -205,20 +207,19 @@ class ModelDensity:
         initial = {name: trace.nodes[name]["value"][None] for name in layout.transforms}
         self.initial: Tensor = layout.pack(initial)[0]
         self.model = summed_out(model, whole.trace.nodes)
-        self._args, self._kwargs, self._indices = args, dict(kwargs or {}), indices
+        self.program = partial(self.model, *args, **(kwargs or {}))
+        self._indices = indices
         self._how: Any = {"randomness": "same", "chunk_size": chunk_size}
 
     def trace(self, theta: Tensor) -> BatchedTrace:
         """The sites of the model at theta (S, d)."""
-        how = self._how | {"indices": self._indices}
-        return batched_trace(self.model, self.unpack(theta), self._args, self._kwargs, **how)
+        return batched_trace(self.program, self.unpack(theta), indices=self._indices, **self._how)
 
     def __call__(self, theta: Tensor) -> Tensor:
         """The log joint density at theta (S, d), (S,), in nats."""
         values, log_det = self.layout.unpack_with_log_det(theta)
-        given = self.model, _log_joint, values, len(theta), self._args, self._kwargs
-        minibatches = Minibatches(self._indices)
-        return run_particles(*given, minibatches=minibatches, **self._how) + log_det
+        how = self._how | {"minibatches": Minibatches(self._indices)}
+        return run_particles(self.program, _log_joint, values, len(theta), (), {}, **how) + log_det
 
 
 def map_draws(

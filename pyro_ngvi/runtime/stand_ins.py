@@ -11,6 +11,7 @@ from pyro.ops import special
 from torch import Tensor
 from torch.distributions import dirichlet
 from torch.distributions.utils import broadcast_all
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 DIRICHLET = dirichlet._Dirichlet
 
@@ -78,12 +79,14 @@ STAND_INS: tuple[tuple[Any, str, Any, Any], ...] = (
 
 @contextmanager
 def stand_ins() -> Iterator[None]:
-    """Within it the distributions run under ``vmap``; a run within a run leaves them as they were."""
+    """Within it the distributions run under ``vmap``, and attention without fused kernels, which have
+    no batched form and no second derivative; a run within a run leaves them as they were."""
     before = [getattr(place, name) for place, name, _, _ in STAND_INS]
     for place, name, _, other in STAND_INS:
         setattr(place, name, other)
     try:
-        yield
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
     finally:
         for (place, name, _, _), was in zip(STAND_INS, before, strict=True):
             setattr(place, name, was)

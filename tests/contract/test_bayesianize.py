@@ -555,6 +555,8 @@ def test_attention_in_eval_mode_has_gradients(curvature: str | None) -> None:
     fast = torch.backends.mha.get_fastpath_enabled()
     assert all(math.isfinite(float(svi.step(x, y))) for _ in range(3))  # type: ignore[arg-type]
     assert torch.backends.mha.get_fastpath_enabled() == fast
+    vectorized = SVI(model, guide, ngvi.NGVB(guide), Trace_ELBO(2, vectorize_particles=True))
+    assert math.isfinite(float(vectorized.step(x, y)))  # type: ignore[arg-type]
 
 
 class Sum(nn.Module):
