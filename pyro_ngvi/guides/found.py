@@ -105,6 +105,12 @@ class Gaussian:
         return (x @ self.precision * x).sum(-1)
 
 
+def lower(ratio: Tensor, errors: float = 0.0) -> float:
+    """Mean (S,) less standard errors; -inf where it is not a number."""
+    value = float(ratio.mean() - errors * ratio.std() / len(ratio) ** 0.5)
+    return value if value == value else -torch.inf
+
+
 def holder(known: Iterable[Gaussian], theta: Tensor) -> Gaussian | None:
     """The first that holds theta (d,)."""
     return next((q for q in known if q.holds(theta)), None)

@@ -45,7 +45,7 @@ from ..linalg.host import own_random_state
 from ..linalg.noise import centred
 from .ascent import ascended
 from .deadline import is_late
-from .found import BARRIER, COMPARABLE, SAME, Found, Gaussian, holder, modes_of
+from .found import BARRIER, COMPARABLE, SAME, Found, Gaussian, holder, lower, modes_of
 from .scouts import led, looks_convex
 
 LogDensity = Callable[[Tensor], Tensor]  # theta (S, d) to (S,)
@@ -57,8 +57,6 @@ STARTS, AGAIN, NEAR, MORE_STARTS = 4, 6, 3, 32
 SCOUTS, FAR = 32, 3.0
 #: evaluations after which no other path begins
 BUDGET = 8_000
-#: Gaussians in a row without a larger ELBO that end a path
-FALLING = 3
 #: Hessians from a point at most, gradients before the first, and steps on expectations
 HESSIANS, GRADIENTS, SMOOTH_STEPS = 40, 20, 6
 #: draws behind expectations, behind an ELBO, behind that of a finalist, and the number of these
@@ -75,6 +73,8 @@ class Search:
     compared: Any = FULL
     #: nats below the best end from which an end is of no use
     within: float = COMPARABLE
+    #: Gaussians in a row without a larger ELBO that end a path
+    falling: int = 3
 
     def __init__(self, density: LogDensity, like: Tensor) -> None:
         self.density, self.d, self.evaluations = density, len(like), 0
@@ -95,6 +95,10 @@ class Search:
         """f and its gradient (d,) at a point."""
         value, g = values_and_gradients(self.f, theta.unsqueeze(0))
         return value[0], g[0]
+
+    def derivatives(self, theta: Tensor, away: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the mean of f at theta + away (S, d): the value, gradient (d,), Hessian (d, d)."""
+        return derivatives(lambda x: self.f(x + away, self.d).mean(), theta)
 
     def draws(self, family: Any, params: Tensors, n: int, part: int = 0) -> Tensor:
         """Draws (n, d) of a member by one part of the noise."""
@@ -135,7 +139,7 @@ class Search:
         """Points (d,) that go down from theta, each with |H| (d, d), until f has converged."""
         between, damping = min(max(self.d // 4, 1), 12), 0.0
         for _ in range(HESSIANS):
-            value, g, H = derivatives(lambda x: self.f(x.unsqueeze(0), self.d)[0], theta)
+            value, g, H = self.derivatives(theta, torch.zeros_like(theta).unsqueeze(0))
             if not bool(torch.isfinite(g.sum() + H.sum() + value)):
                 return
             self.positive &= bool(torch.linalg.cholesky_ex(H).info == 0)
@@ -166,7 +170,7 @@ class Search:
         for k in range(SMOOTH_STEPS):
             params = family.matched(loc, precision)
             away = self.draws(family, params, DRAWS, k) - loc
-            _, g, H = derivatives(lambda x, a=away: self.f(x + a, self.d).mean(), loc)
+            _, g, H = self.derivatives(loc, away)
             if not bool(torch.isfinite(g.sum() + H.sum())):
                 break
             h, Q = eigen_abs(torch.lerp(precision, H, 1.0 / (k + 1.5)))
@@ -197,7 +201,7 @@ class Search:
                 q = near or self.gaussian(loc, precision)
                 better = best is None or q.elbo > best.elbo
                 best, falling = (q, 0) if better else (best, falling + 1)
-                if near or falling == FALLING or is_late():
+                if near or falling == self.falling or is_late():
                     break
                 if k == HESSIANS and better:
                     return None  # log p rises without end
@@ -332,12 +336,6 @@ class Search:
 
     def smooths(self, q: Gaussian) -> bool:
         return self.d <= FEW and q.spread > 2.0 * GAIN and not is_late()
-
-
-def lower(ratio: Tensor, errors: float = 0.0) -> float:
-    """Mean (S,) less standard errors; -inf where it is not a number."""
-    value = float(ratio.mean() - errors * ratio.std() / len(ratio) ** 0.5)
-    return value if value == value else -torch.inf
 
 
 def best_gaussian(

@@ -17,8 +17,8 @@ from torch import Tensor
 from ..families.base import Tensors
 from ..linalg.host import own_random_state
 from .deadline import is_late
-from .found import Found, Gaussian
-from .laplace import FINAL, Search, lower
+from .found import Found, Gaussian, lower
+from .laplace import FINAL, Search
 
 #: nats: a promised decrease that ends the steps to the mode itself
 EXACT = 1e-12

@@ -17,8 +17,8 @@ from ..families.mixture import LEAST, each
 from ..linalg.host import host_bool, outside_autocast, own_random_state
 from ..optim.rule import require
 from .base import AutoFamily, FamilyDistribution
-from .found import SAME, Found, modes_of
-from .laplace import BUDGET, FINAL, FULL, Search, lower
+from .found import SAME, Found, lower, modes_of
+from .laplace import BUDGET, FINAL, FULL, Search
 from .normal import LAPLACE
 from .search import start_points
 

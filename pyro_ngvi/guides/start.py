@@ -96,8 +96,8 @@ class FirstCall(MadeAtFirstCall, AutoContinuous):
     search: Callable[..., Found] = staticmethod(best_gaussian)
     #: after a search for a Gaussian: what it saw, in words by ``str``
     start_report: Found | None = None
-    #: another point to start at, of the one that it is given; of who makes this guide part of another
-    find_start: Callable[[Tensor], Tensor] | None = None
+    #: other parameters to start at than around a point; of who makes this guide part of another
+    find_start: Callable[[Tensor], Tensors | None] | None = None
 
     def __init__(
         self,
@@ -163,11 +163,11 @@ class FirstCall(MadeAtFirstCall, AutoContinuous):
     def _start(self, loc: Tensor, args: Any, kwargs: Any) -> Tensors:
         """The first parameters, around ``loc``."""
         find, self.find_start = self.find_start, None
-        if find is not None and self._waiting_state is None:
-            loc = find(loc)
         if self.init == "map":
             loc = find_mode(self, loc, args, kwargs)
         params = self.family.init(loc, self.init_scale)
+        if find is not None and self._waiting_state is None:
+            params = find(loc) or params
         if self.init in ("laplace", "auto"):
             self.start_report = found = find_laplace(self, loc, params, args, kwargs)
             if found is not None and found.params is not None:

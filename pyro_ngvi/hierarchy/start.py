@@ -1,83 +1,165 @@
 """Where the globals of a hierarchy start: at the centres of their priors, unless that is far too far.
 
 The centre of a wide prior may be thousands of nats from where data put it, with a likelihood between
-that tells steps of q(v) nothing.  What is left of log p(y, v) after a few steps of the units' sites at
-v is one smooth function of few numbers, which a few evaluations climb:
+that tells steps of q(v) nothing, or leads them to an optimum of the ELBO that is none of the posterior.
+What is left of log p(y, v) after steps of the units' sites at v is one smooth function of few numbers,
 
     f(v) = log p(v) + E_q(w) [log p(y | u, v)] - KL(q(w) | N(0, I)),    u = m(v) + A(v) w,
 
-with the q(w) that those steps make held still in the gradient, which it does not move to first order.
+the Laplace approximation of log p(y, v) up to the change of curvature around the mode of w.  The q(w)
+that those steps make is held still in the gradient, which it does not move to first order.  Where f
+rises by much q(v) starts at the Gaussian of its mode, by Newton steps (:mod:`..guides.laplace`).
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import pyro
 import torch
+from numpy.polynomial.hermite_e import hermegauss
 from pyro import poutine
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from ..guides.deadline import is_late
-from ..guides.search import mode_of
+from ..families.base import Tensors
+from ..guides.found import lower
+from ..guides.laplace import COMPARED, FEW, HESSIANS, Search
+from ..guides.search import mode_of, start_points
+from ..linalg.hessian import differences
 from ..linalg.host import fixed_normal, own_random_state
+from ..linalg.products import matvec
 from ..runtime.density import LatentLayout
-from .conditional import Conditionals, Sites
+from ..runtime.model_density import MOST_NUMBERS
+from ..runtime.pyro_adapter import model_as_given, unblocked
+from .conditional import Conditionals, Sites, Slopes, UnitPriors
 from .runs import Call, Given
 from .units import Units
 
-#: steps of the units' sites at each v; of L-BFGS, which are one line search, and nats that show that it
-#: is worth more
-SETTLING, FIRST, FAR = 6, 2, 100.0
+#: steps of the units' sites at each v at most, fewer of many units, and first ones without noise; sds
+#: within which a unit has settled, and points behind its expectations
+SETTLING, FEWER, CALM, SETTLED, POINTS = 30, 6, 2, 0.01, 5
+#: points, and steps of L-BFGS, that look whether a search pays, steps where Newton's are too dear,
+#: nats that show it, and from how many of these points it begins
+TRIED, FIRST, STEPS, FAR, PATHS = 32, 2, 30, 100.0, 3
 
 
-def better_start(units: Units, call: Call, globals: Any, loc: Tensor) -> Tensor:
-    """``loc`` (d,), unconstrained, or the mode of f where a line search finds f larger by 100 nats."""
+class MarginalSearch(Search):
+    """The search on f, whose gradients hold, but are of another function of q than its Hessian."""
+
+    #: no mode of f is degenerate
+    falling = HESSIANS
+    _lengths: Tensor | None = None
+
+    def elbo(self, family: Any, params: Tensors) -> float:
+        return lower(self.log_ratio(family, params, COMPARED))
+
+    def derivatives(self, theta: Tensor, away: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        found = differences(lambda x: self.f(x), theta, away, self._lengths)
+        self._lengths = found.lengths
+        return found.value, found.gradient, found.hessian
+
+
+def better_start(units: Units, call: Call, globals: Any, loc: Tensor) -> Tensors | None:
+    """The member of the family of the globals at the mode of f, where f is larger by 100 nats at one of
+    a few points than at ``loc`` (d,), unconstrained."""
     # a block may have several modes at each v
     if units.is_block or not units.smooth or loc.is_meta:
-        return loc
-    layout = LatentLayout(globals.prototype_trace)
-    units = replace(units, followed=())  # sites are made anew at each v
-
-    def f(theta: Tensor) -> Tensor:
-        if is_late():
-            raise TimeoutError
-        values, log_det = layout.unpack_with_log_det(theta)
-        with own_random_state(0):  # of a minibatch: the same one
-            given = units.given(call, values)
-        q = replace(_settled(units, given.detached()), prior=given.priors)
-        half = fixed_normal(1, *q.white.shape[1:], seed=0).to(q.white)
-        noise = torch.cat([half, -half])
-        w, twice = q.drawn(noise), given.repeated(2)
-        of_units = (q.prior.log_prob(w) - q.log_q(noise)).sum(-1)
-        log_p = units.log_likelihood(twice, twice.priors.at(w))
-        return (log_p + given.seen.scale * of_units).mean() + log_det
-
-    best = loc
+        return None
+    f = Marginal(units, call, globals)
     with suppress(Exception), own_random_state(), poutine.block(), pyro.validation_enabled(False):
         # whatever it is, the first step meets it
-        first = mode_of(f, loc, steps=FIRST)
-        here, there = (f(x.unsqueeze(0)) for x in (loc, first))
-        if bool(there > here + FAR):
-            best = first
-            best = mode_of(f, first)
-    return best
+        model, names = unblocked(model_as_given(globals)), globals._unconstrained_shapes
+        points = start_points(names, model, loc, call.args, dict(call.kwargs))
+        points = islice(points, TRIED if f.is_cheap else 1)
+        tried = torch.stack([*points, mode_of(f, loc, steps=FIRST)])
+        values = f(tried).nan_to_num(-torch.inf)
+        far = values > values[0] + FAR
+        if not bool(far.any()):
+            return None
+        best, family = tried[values.argmax()], globals.family
+        if not f.is_cheap or len(loc) > FEW or not hasattr(family, "matched"):
+            return family.init(mode_of(f, best, steps=STEPS), globals.init_scale)
+        search = MarginalSearch(f, loc)
+        with torch.no_grad():
+            before = search.elbo(family, family.init(loc, globals.init_scale))
+            for x in tried[values.argsort(descending=True)[: min(PATHS, int(far.sum()))]]:
+                end = search.path(x, [])
+                if end is not None and end.spread < 2.0 * len(loc) and end.elbo > before:
+                    return search.member(end, family)
+    return None
 
 
-@torch.no_grad()
-def _settled(units: Units, given: Given) -> Conditionals:
-    """q(w | v) at one v after a few steps of sites that start at the prior."""
-    zero = torch.zeros_like(given.priors.offset[0])
-    phi, cross = zero.new_zeros(1, 0), zero.new_zeros(*zero.shape, 0)
-    sites = Sites(zero, torch.zeros_like(given.priors.root[0]), cross, zero[:, 0])
-    for _ in range(SETTLING):
-        mean = Conditionals.of(given.priors, sites.linear, sites.precision).mean
-        slopes = units.slopes(given, mean)
-        if slopes is None:
-            break
-        each = tree_map_only(Tensor, lambda s: s / given.seen.scale, slopes)  # those of one unit
-        sites = sites.moved(given.priors, phi, mean, mean, each)
-    return Conditionals.of(given.priors, sites.linear, sites.precision)
+class Marginal:
+    """f at v (S, d), unconstrained: (S,), expectations by a few points of each unit.
+
+    ``is_cheap``: units are so few that many v fit into one batch.  Else q(w) is Laplace's approximation
+    and a pair of points gives f.
+    """
+
+    def __init__(self, units: Units, call: Call, globals: Any) -> None:
+        self.units = replace(units, followed=())  # sites are made anew at each v
+        self.call, self.layout = call, LatentLayout(globals.prototype_trace)
+        numbers = units.size * units.width**2
+        self.is_cheap = numbers * POINTS * TRIED <= MOST_NUMBERS
+        self._points = POINTS if self.is_cheap else 2
+        self._rows = max(1, MOST_NUMBERS // (numbers * self._points))
+
+    def __call__(self, theta: Tensor) -> Tensor:
+        return torch.cat([self._at(part) for part in theta.split(self._rows)])
+
+    def _at(self, theta: Tensor) -> Tensor:
+        values, log_det = self.layout.unpack_with_log_det(theta)
+        with own_random_state(0):  # of a minibatch: the same one
+            given = self.units.given(self.call, values)
+        q = replace(self._settled(given.detached()), prior=given.priors)
+        noise, weights = self._noise(q.white)
+        w, each = q.drawn(noise), given.repeated(self._points)
+        of_units = (q.prior.log_prob(w) - q.log_q(noise)).sum(-1)
+        log_p = self.units.log_likelihood(each, each.priors.at(w.flatten(0, 1)))
+        total = log_p.reshape(of_units.shape) + given.seen.scale * of_units
+        return weights.to(total) @ total + log_det
+
+    def _noise(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """White noise (P, S, B, k), exact for each entry alone, and weights of the points."""
+        nodes, weights = (torch.as_tensor(x).to(like) for x in hermegauss(self._points))
+        signs = fixed_normal(1, *like.shape[1:], seed=0).to(like).sign().expand_as(like)
+        return nodes[:, None, None, None] * signs, weights / weights.sum()
+
+    @torch.no_grad()
+    def _settled(self, given: Given) -> Conditionals:
+        """q(w | v) at each of S v after steps of sites of their own, that start at the prior."""
+
+        def flat(x: Tensor) -> Tensor:
+            return x.flatten(0, 1).unsqueeze(0)
+
+        # S B units at one v, as it were
+        priors: UnitPriors = tree_map_only(Tensor, flat, given.priors)
+        shape, zero = given.priors.offset.shape, torch.zeros_like(priors.offset[0])
+        phi, cross = zero.new_zeros(1, 0), zero.new_zeros(*zero.shape, 0)
+        sites = Sites(zero, torch.zeros_like(priors.root[0]), cross, zero[:, 0])
+        q = Conditionals.of(priors, sites.linear, sites.precision)
+        noise, weights = self._noise(given.priors.offset)
+        if not self.is_cheap:
+            noise, weights = torch.zeros_like(noise[:1]), weights[:1] / weights[:1].sum()
+        noise, each = noise.reshape(len(noise), 1, *zero.shape), given.repeated(len(noise))
+        for k in range(SETTLING if self.is_cheap else FEWER):
+            # at their means at first, as expectations under a wide prior may overflow
+            x = q.draw(0.0 * noise if k < CALM else noise).reshape(-1, *shape[1:])
+            slopes = self.units.slopes(each, x)
+            if slopes is None or slopes.H is None:
+                break
+            parts = (y.reshape(len(noise), *shape, -1) for y in (slopes.g, slopes.H))
+            g, H = (torch.einsum("p,p...->...", weights / given.seen.scale, y) for y in parts)
+            of_each = Slopes(flat(g)[..., 0], flat(H).reshape(priors.root.shape), cross)
+            sites = sites.moved(priors, phi, q.mean, q.mean, of_each)
+            before, q = q, Conditionals.of(priors, sites.linear, sites.precision)
+            moved = matvec(q.root.mT, q.white - before.white).abs().amax()
+            if k > CALM and bool(
+                moved.maximum((q.log_det - before.log_det).abs().amax()) < SETTLED
+            ):
+                break
+        return Conditionals(given.priors, q.white.reshape(shape), q.root.reshape(*shape, shape[-1]))

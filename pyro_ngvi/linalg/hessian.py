@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +34,39 @@ def values_and_gradients(f: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tens
         leaf = x.detach().requires_grad_()
         values = f(leaf)
         return values.detach(), torch.autograd.grad(values.sum(), leaf)[0]
+
+
+class Differences(NamedTuple):
+    """Value, gradient (d,) and Hessian (d, d), and the ``lengths`` (d,) that it took."""
+
+    value: Tensor
+    gradient: Tensor
+    hessian: Tensor
+    lengths: Tensor
+
+
+def differences(
+    f: Callable[[Tensor], Tensor], x: Tensor, away: Tensor, lengths: Tensor | None = None
+) -> Differences:
+    """Of the mean of f at x (d,) + away (S, d), the Hessian by differences of gradients of f.
+
+    Their ``lengths`` (d,) are made a twentieth of 1 / sqrt(|H_jj|), an sd where f is -log p.
+    """
+    d = len(x)
+    lengths = 1e-3 * x.abs().clamp_min(1.0) if lengths is None else lengths
+    while True:
+        steps = torch.cat([torch.zeros_like(away[:1]), lengths.diag(), -lengths.diag()])
+        values, each = values_and_gradients(f, (x + steps.unsqueeze(1) + away).flatten(0, 1))
+        g = each.reshape(2 * d + 1, -1, d).mean(1)
+        H = (g[1 : d + 1] - g[d + 1 :]) / (2.0 * lengths.unsqueeze(-1))
+        best = 0.05 * H.diagonal().abs().rsqrt()
+        best = torch.where(H.isfinite().all(1), best, 0.1 * lengths)
+        best = best.minimum(0.1 * x.abs().clamp_min(1.0))
+        best = best.maximum(torch.finfo(x.dtype).eps ** 0.5 * x.abs().clamp_min(1.0))
+        if bool((lengths <= 6.0 * best).all()):
+            value = values[: len(away)].mean()
+            return Differences(value, g[0], 0.5 * (H + H.mT), best)
+        lengths = lengths.minimum(best)
 
 
 def gradient(y: Tensor, x: Tensor, **how: Any) -> Tensor:
