@@ -1,6 +1,6 @@
 """Expected curvatures that a loss leaves for its optimizer: one function each, in one table.
 
-``docs/howto/extending.md`` adds one, the empirical Fisher matrix.
+``docs/tutorials/12_extending.ipynb`` adds one, the empirical Fisher matrix.
 """
 
 from .estimators import ESTIMATORS, Drawn

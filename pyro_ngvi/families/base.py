@@ -82,7 +82,7 @@ class Family(ABC):
     matrix F is simplest.  J takes u to a velocity of ``params`` (:meth:`push`): the natural gradient is
     F^-1 J' g, and a short step u has KL = u' F u / 2 nats.  J is I unless :meth:`frame`
     or ``triangles`` say otherwise.  What a family lacks raises NotImplementedError.
-    docs/howto/extending.md says what a new one gives.
+    docs/tutorials/12_extending.ipynb says what a new one gives.
 
     Example:
         >>> import torch, pyro_ngvi as ngvi
