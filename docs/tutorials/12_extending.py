@@ -400,8 +400,9 @@ about.style.format({"KL [nats]": "{:.4f}", "P(difference < 0)": "{:.5f}"})
 
 # %% [markdown]
 # The last column is a warning: the ELBO ranks the Gaussian first, and its tail probability, which
-# should be the one of above, is the furthest off. A mean-field ELBO does not judge the tails of a margin. Integrate out what can be, as
-# above, or take a guide that knows dependence ([flows](05_flows.ipynb)).
+# should be the exact one from above, is the furthest off. A mean-field ELBO does not judge the tails
+# of a margin. Integrate out what can be, or take a guide that knows dependence
+# ([flows](05_flows.ipynb)).
 
 # %% tags=["remove-cell"]
 values = [gaps[df] for df in tried]
