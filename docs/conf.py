@@ -15,6 +15,7 @@ release = version = installed("pyro-ngvi")
 
 extensions = [
     "myst_nb",  # Markdown, with code cells that run while the site is built
+    "choose_chart",  # in _ext
     "docstrings",  # in _ext
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
