@@ -43,6 +43,9 @@ class Batches:
         ([('a', 1), ('b', 2), ('a', 1)], 2, 1)
     """
 
+    #: the place of minibatches that are not at hand
+    awaited: dict[str, Any] | None = None
+
     def __init__(self, source: Iterable[Any]) -> None:
         if not isinstance(source, Iterable) or isinstance(source, Iterator):
             raise ValueError(
@@ -59,6 +62,14 @@ class Batches:
         self.epoch = self.position = 0
         self._running: Iterator[Any] | None = None
         self._start: dict[str, Any] | None = None
+
+    @staticmethod
+    def after(before: Batches | None, source: Iterable[Any]) -> Batches:
+        """Those of ``source``, from the place of ``before`` where that waits for them."""
+        found = Batches(source)
+        if before is not None and before.awaited is not None:
+            found.load_state_dict(before.awaited)
+        return found
 
     def __iter__(self) -> Batches:
         return self

@@ -127,15 +127,15 @@ class Fit(Result):
 
         Args:
             args: those of the model, and ``kwargs``; those of before where there are none.
-            data: minibatches, and ``tol`` in nats, in place of those of before.
+            data: minibatches, and ``tol`` in nats, for those of before; the same loader goes on.
             max_steps: as for :func:`pyro_ngvi.fit`, which refuses the same, and the others below it.
         """
         self._unseen = self._unseen or bool(args or kwargs)
         if args or kwargs:
             check_names(self.model, kwargs)
             self.args, self.kwargs = args, kwargs
-        if data is not None:
-            self.batches, self.stop.batches = Batches(data), Batches(data)
+        if data is not None and data is not getattr(self.batches, "source", None):
+            self.batches, self.stop.batches = Batches.after(self.batches, data), Batches(data)
         if self._unseen or data is not None:
             self.stop.best.best = None  # of other data, perhaps
         take_guide(self.svi.guide, self._kept.mark)

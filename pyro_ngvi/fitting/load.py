@@ -21,14 +21,14 @@ class _Elsewhere(Batches):
     """Minibatches that are not at hand, of a fit that is read alone, at the arguments of ``source``."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._state = state
+        self.awaited = state
 
     def state_dict(self) -> dict[str, Any]:
-        return self._state
+        return self.awaited or {}
 
     def __next__(self) -> Any:
         raise ValueError(
-            "The fit was loaded without its minibatches: give load data=, to take steps."
+            "The fit was loaded without its minibatches: give resume, or load, data=, to take steps."
         )
 
 

@@ -1351,7 +1351,7 @@ def test_a_fit_in_minibatches_is_read_without_them(tmp_path: Path) -> None:
     expected, found = fit.sample(5, seed=1), loaded.sample(5, seed=1)
     assert all(torch.equal(found[name], x) for name, x in expected.items())
     assert loaded.elbo == fit.elbo
-    with pytest.raises(ValueError, match="without its minibatches: give load data="):
+    with pytest.raises(ValueError, match="without its minibatches: give resume, or load, data="):
         loaded.resume(max_steps=1)
     loaded.save(tmp_path / "again")
     runs = [
@@ -1362,6 +1362,29 @@ def test_a_fit_in_minibatches_is_read_without_them(tmp_path: Path) -> None:
     part = ngvi.load(tmp_path / "run", model, *data[0])
     assert part.predict(A[:3])["y"].shape == (1000, 3)
     assert "takes 10 of 40 examples" in str(part)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_the_same_loader_goes_on_however_it_comes(tmp_path: Path, same: bool) -> None:
+    model = partial(logistic, size=40)
+    loader = DataLoader(TensorDataset(A, b), batch_size=10, shuffle=True)
+    how: dict[str, Any] = {"data": loader, "tol": 0.0, "progress": False}
+
+    def run(steps: int) -> Any:
+        pyro.clear_param_store()
+        return ngvi.fit(model, A, b, seed=0, max_steps=steps, **how)
+
+    wanted = run(13).losses.tolist()
+    run(6).save(tmp_path / "run")
+    again = loader if same else DataLoader(TensorDataset(A, b), batch_size=10, shuffle=True)
+    how["data"] = again
+    for args, kwargs in (((), {}), ((A, b), {}), ((), {"data": again})):
+        fit = ngvi.load(tmp_path / "run", model, *args, **kwargs)
+        assert fit.resume(A, b, max_steps=7, **how).losses.tolist() == wanted
+    how["data"] = loader
+    assert run(6).resume(A, b, max_steps=7, **how).losses.tolist() == wanted
+    other = DataLoader(TensorDataset(A, b), batch_size=20, shuffle=True)
+    assert run(6).resume(data=other, max_steps=7, progress=False).losses.tolist() != wanted
 
 
 def test_flat_priors() -> None:
