@@ -148,10 +148,14 @@ class KHat:
         )
 
     @property
+    def even(self) -> bool:
+        """Whether weights are equal in practice, and k-hat is the shape of what is left of noise."""
+        return self.kl < NEGLIGIBLE and self.ess >= 0.95 * len(self.log_weights)
+
+    @property
     def reliable(self) -> bool:
-        """Whether k-hat is small, or weights equal in practice; ``decision`` asks for ``ess`` too."""
-        nearly_equal = self.kl < NEGLIGIBLE and self.ess >= 0.95 * len(self.log_weights)
-        return not np.isnan(self.khat) and (self.khat <= self.threshold or nearly_equal)
+        """Whether k-hat is small, or weights are even; ``decision`` asks for ``ess`` too."""
+        return not np.isnan(self.khat) and (self.khat <= self.threshold or self.even)
 
     @property
     def within_bounds(self) -> bool:
@@ -277,10 +281,8 @@ class KHat:
             few = ", and the weights rest on few draws" if self.ess < FEWEST * draws else ""
             return f"Not usable yet: {self.moves()}{few} ({figures})."
         if self.khat <= PARETO:
-            enough = 100 * int(np.ceil(10.0 ** (1.0 / (1.0 - self.khat)) / 100.0))
-            return (
-                f"Not usable yet: too few draws to tell ({figures}); raise num_samples to {enough}."
-            )
+            n = 100 * int(np.ceil(10.0 ** (1.0 / (1.0 - self.khat)) / 100.0))
+            return f"Not usable yet: too few draws to tell ({figures}); raise num_samples to {n}."
         k, bound = (f"{x:.2f}" for x in (self.khat, self.threshold))
         return (
             f"Not usable: k-hat is {k}, {'just ' * (k == bound)}above {bound}: the guide misses "
@@ -331,10 +333,8 @@ def khat_from_log_weights(log_weights: np.ndarray, resolution: float = 0.0) -> K
     """
     x = np.asarray(log_weights, dtype=np.float64)
     if x.ndim != 1 or len(x) < MIN_DRAWS:
-        raise ValueError(
-            f"k-hat needs a vector of at least {MIN_DRAWS} log weights and got one of shape "
-            f"{x.shape}; raise num_samples."
-        )
+        what = f"a vector of at least {MIN_DRAWS} log weights and got one of shape {x.shape}"
+        raise ValueError(f"k-hat needs {what}; raise num_samples.")
     threshold = float(min(1 - 1 / np.log10(len(x)), PARETO))
     if not np.isfinite(x.max()):  # a NaN, an infinite weight, or nothing but zeros
         return KHat(float("inf"), threshold, 0.0, x)

@@ -25,6 +25,8 @@ from .weights import log_sum_exp
 
 #: log likelihoods that are held at once: a GiB, in float32 as `to_arviz` stores so many of them
 HELD = 2**28
+#: nats without which a draw has no weight; a difference of such numbers is one of roundings
+RULED_OUT = 1e6
 #: observed sites above which they are a series, of which a user would hardly choose one
 FEW = 8
 
@@ -49,7 +51,8 @@ def loo(
     .. math:: \log p(y_i | y_{-i}) \approx \log \sum_s w_{is} p(y_i | z_s), \quad \sum_s w_{is} = 1.
 
     ``arviz.loo`` of the guide's draws leaves p / q out, as is done here only where p / q is of no use,
-    :class:`KHat` "unusable". Under ``poutine.scale`` c it is p(y_i | z)^c that is left out.  Where a
+    :class:`KHat` "unusable".  Where p / q is the same in practice at all draws, k-hat of a datum is of
+    1 / p(y_i | z_s) alone.  Under ``poutine.scale`` c it is p(y_i | z)^c that is left out.  Where a
     k-hat is too large 16 times as many draws decide, if they and the data are no more than 5 * 10^7
     numbers (draws of units by quadrature, if they take 15 s at most).  Masked data are no data.  Not
     for data that depend on each other given the latent variables, nor for leaving out units of a
@@ -143,12 +146,14 @@ def _left_out(
         return map_draws(fitted.joint, chosen, draws.values, size, batch_size)
 
     log_ratio = draws.log_ratio if weigh else np.zeros(size)
-    tail = draws.weights.khat if weigh else -math.inf
-    smooth = draws.weights.psis_log_weights if weigh else log_ratio - np.log(size)
-    parts = zip(*(x.split(max(1, HELD // size)) for x in (rows, powers)), strict=True)
+    weights = draws.weights if weigh else khat_from_log_weights(log_ratio)
+    parts, ruled = rows.split(max(1, HELD // size)), log_ratio < log_ratio.max() - RULED_OUT
+    if ruled.any():  # a draw that two data rule out has no weight without one of them
+        count = sum((terms(part) < -RULED_OUT).sum(1).cpu().numpy() for part in parts)
+        ruled &= count != 1
     found = [
-        _one(x, c, log_ratio, smooth, tail)
-        for part, of_part in parts
+        _one(np.where(ruled, 0.0, x), c, log_ratio, weights)
+        for part, of_part in zip(parts, powers.split(max(1, HELD // size)), strict=True)
         for x, c in zip(terms(part).cpu().numpy().T, of_part.tolist(), strict=True)
     ]
     left_out = np.array(found).reshape(-1, 5).T
@@ -158,34 +163,42 @@ def _left_out(
 
 
 def _one(
-    log_l: np.ndarray, power: float, log_ratio: np.ndarray, log_weights: np.ndarray, tail: float
+    log_l: np.ndarray, power: float, log_ratio: np.ndarray, weights: KHat
 ) -> tuple[float, float, float, bool, bool]:
     """log p(y_i | y_-i), log p(y_i | y), k-hat of the weights of the former, whether it is too large,
     and then more by p / q than by the datum: from log p(y_i | z_s), (S,), its power in the posterior,
-    log p(y, z_s) / q(z_s) up to a constant, the same smoothed, (S,), and k-hat of that."""
-    log_l = log_l.astype(np.float64)
-    left_out, k, found = without(log_l, log_ratio, power)
+    log p(y, z_s) / q(z_s) up to a constant, (S,), and the weights that it gives."""
+    log_l, ratio, beside = log_l.astype(np.float64), log_ratio, 0.0
+    if weights.even:  # what p / q adds to the tail is noise
+        ratio, beside = 0.0, weights.psis_log_weights
+    left_out, k, found = without(log_l, ratio, power, beside)
     if math.isnan(left_out):
         return left_out, left_out, k, False, False
-    large = by_guide = k > found.threshold
-    if large:
+    large = k > found.threshold
+    by_guide = large and not weights.even
+    if by_guide:
         own = khat_from_log_weights(-power * log_l)
-        by_guide = own.khat <= own.threshold and own.khat < tail
-    return left_out, log_sum_exp(log_l + log_weights), k, large, by_guide
+        by_guide = own.khat <= own.threshold and own.khat < weights.khat
+    return left_out, log_sum_exp(log_l + weights.psis_log_weights), k, large, by_guide
 
 
 def without(
-    log_l: np.ndarray, log_ratio: np.ndarray | float, power: float = 1.0
+    log_l: np.ndarray,
+    log_ratio: np.ndarray | float,
+    power: float = 1.0,
+    beside: np.ndarray | float = 0.0,
 ) -> tuple[float, float, KHat]:
     """log p(y_i | y_-i), NaN where a draw rules it out, whose weight is not known; k-hat, below its
-    bound where weights are equal in practice; the weights."""
+    bound where weights are equal in practice; the weights.  ``beside`` are others, in no need of
+    smoothing."""
     with np.errstate(invalid="ignore"):
         found = khat_from_log_weights(log_ratio - power * log_l)
     if found.ess == 0.0:
         return math.nan, found.khat, found
     # ArviZ counts the bound itself as too large
     k = min(found.khat, found.threshold - 1e-9) if found.reliable else found.khat
-    return log_sum_exp(log_l + found.psis_log_weights), k, found
+    log_weights = found.psis_log_weights + beside
+    return log_sum_exp(log_l + log_weights) - log_sum_exp(log_weights), k, found
 
 
 def _site_of(fitted: Fitted, var_name: str | None) -> str:

@@ -83,8 +83,8 @@ def way_on(fit: Result) -> str:
             or (way_of_effect(*model) if narrow else "")
             or 'Or pass guide="auto", which goes on to richer guides.' * climbs
         )
-    less = verdict.ok and verdict.is_rough and climbs
-    return 'For less error pass guide="auto", which goes on to richer guides.' * less
+    less = verdict.is_rough if verdict.ok else verdict.decision == "resample"
+    return 'For less error pass guide="auto", which goes on to richer guides.' * (less and climbs)
 
 
 def prior_alone(flat: dict[str, bool]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import arviz as az
@@ -170,7 +171,7 @@ def test_a_tail_of_nearly_equal_weights_is_good_in_arvizs_table() -> None:
     log_l = -1e-3 * np.random.default_rng(0).pareto(1.1, 1000)
     weights = khat_from_log_weights(-log_l)
     assert weights.khat > weights.threshold and weights.reliable
-    *_, k, too_large, _ = _one(log_l, 1.0, np.zeros(1000), np.full(1000, -np.log(1000.0)), 0.0)
+    *_, k, too_large, _ = _one(log_l, 1.0, np.zeros(1000), khat_from_log_weights(np.zeros(1000)))
     terms = np.full(4, -1.0)
     found = elpd_data(terms, terms, np.full(4, k), {"datum": 4}, 1000)
     assert not too_large and not found.warning
@@ -206,6 +207,61 @@ def test_masked_data_are_no_data(how: str) -> None:
     assert pointwise(found).dims == ("y_seen",) and found.n_data_points == 9
 
 
+def test_k_hat_is_of_the_datum_where_the_guide_is_the_posterior_but_for_noise() -> None:
+    """p / q differs by .1 nats, with a tail; 1 / p(y_i) is what ranks the data."""
+    rng = np.random.default_rng(0)
+    log_ratio = 0.02 * rng.standard_t(2.0, 1000)
+    weights = khat_from_log_weights(log_ratio)
+    assert weights.even and weights.khat > 0.5
+    z = rng.normal(size=1000)
+    for y in (0.0, 1.0, 3.0):
+        log_l = -0.5 * (y - 0.3 * z) ** 2
+        left_out, all_in, k, *_ = _one(log_l, 1.0, log_ratio, weights)
+        assert k == khat_from_log_weights(-log_l).khat
+        both = khat_from_log_weights(log_ratio - log_l).log_weights
+        assert left_out == pytest.approx(np.log(np.exp(log_l + both).sum()), abs=0.01)
+        expected = np.log(np.exp(log_l + weights.psis_log_weights).sum())
+        assert all_in == pytest.approx(expected, abs=1e-12) and left_out < all_in
+
+
+@pytest.mark.parametrize("far", [-800.0, 50.0])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_draw_that_several_data_rule_out_has_no_weight(
+    parts: int, far: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No datum is possible at a rate that underflows, or of e^50; else the guide is nearly exact."""
+    monkeypatch.setattr(Astray, "far", far)
+    monkeypatch.setattr(sys.modules[loo.__module__], "HELD", 2000 * (-(-6 // parts)))
+    y = torch.tensor([3.0, 5.0, 4.0, 2.0, 4.0, 6.0])
+
+    def model(y: Tensor) -> None:
+        m = pyro.sample("m", dist.Normal(0.0, 10.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Poisson(m.exp()), obs=y)
+
+    def guide(kind: Any, y: Tensor) -> None:
+        pyro.sample("m", kind(y.mean().log(), y.sum().rsqrt()))
+
+    found, clean = (
+        loo(model, partial(guide, kind), y, seed=0, num_samples=2000)
+        for kind in (Astray, dist.Normal)
+    )
+    assert np.isfinite(numbers(found)).all()
+    np.testing.assert_allclose(pointwise(found), pointwise(clean), atol=0.05)
+
+
+class Astray(dist.Normal):
+    """A normal distribution whose largest draws are far away."""
+
+    far = 0.0
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        drawn = super().sample(sample_shape)
+        return torch.where(drawn > self.loc + 2.5 * self.scale, self.far, drawn)
+
+    rsample = sample
+
+
 def test_tails_of_the_guide_are_not_put_down_to_data() -> None:
     """Of a normal mean 1 / p(y_i) has no heavy tail, and weights of a narrow guide have."""
 
@@ -225,8 +281,8 @@ def test_tails_of_the_guide_are_not_put_down_to_data() -> None:
     tail, flat = 0.9 * np.random.default_rng(0).exponential(size=1000), np.zeros(1000)
     for by_guide in (True, False):
         log_l, log_ratio = (flat, tail) if by_guide else (-tail, flat)
-        k = khat_from_log_weights(log_ratio).khat
-        assert _one(log_l, 1.0, log_ratio, flat, k)[3:] == (True, by_guide)
+        weights = khat_from_log_weights(log_ratio)
+        assert _one(log_l, 1.0, log_ratio, weights)[3:] == (True, by_guide)
     shapes = np.array([0.9, 0.8, 0.1])
     with pytest.warns(UserWarning, match=r"for 2 of 3 data \(1 by the guide\), most for 0"):
         elpd_data(np.full(3, -1.0), np.full(3, -1.0), shapes, {"a": 3}, 1000, (1, 0.5))
