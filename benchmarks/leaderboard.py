@@ -33,26 +33,12 @@ from torch import Tensor
 
 from .contestants import CONTESTANTS, RACERS, Gaussian, Watch, advance, present
 from .leaderboard_report import report
-from .problems import LogJoint, Problem, load_present
+from .problems import LogJoint, Problem, load_present, names
 from .problems.problem import FAMILIES
 from .problems.sample_average import gaussian_elbo, standard_noise
 from .stepping import circumstances
 from .time_to_target import Elbo, prepare
 
-PROBLEMS = (
-    "wdbc",
-    "australian_presplit",
-    "german_credit",
-    "a1a",
-    "arK",
-    "gp_regr",
-    "kidscore_interaction",
-    "logmesquite",
-    "eight_schools_noncentered",
-    "eight_schools_centered",
-    "varying_intercepts",
-    "horseshoe",
-)
 BUDGETS = (0.3, 1.0, 3.0)
 RATES = (0.001, 0.003, 0.01, 0.03, 0.1)
 FIXED_RATE = 0.01
@@ -154,7 +140,7 @@ def compare(problem: Problem, family: str, seed: int, p: Any) -> list[dict[str, 
 def main(arguments: list[str] | None = None) -> None:
     """Runs what is missing, and prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--problems", nargs="+", default=PROBLEMS, metavar="NAME")
+    parser.add_argument("--problems", nargs="+", default=names(), metavar="NAME")
     parser.add_argument("--families", nargs="+", default=FAMILIES, choices=FAMILIES)
     every = (*CONTESTANTS, *RACERS)
     parser.add_argument("--methods", nargs="+", default=every, choices=every)

@@ -1378,7 +1378,8 @@ def test_the_same_loader_goes_on_however_it_comes(tmp_path: Path, same: bool) ->
     run(6).save(tmp_path / "run")
     again = loader if same else DataLoader(TensorDataset(A, b), batch_size=10, shuffle=True)
     how["data"] = again
-    for args, kwargs in (((), {}), ((A, b), {}), ((), {"data": again})):
+    ways: tuple[Any, ...] = (((), {}), ((A, b), {}), ((), {"data": again}))
+    for args, kwargs in ways:
         fit = ngvi.load(tmp_path / "run", model, *args, **kwargs)
         assert fit.resume(A, b, max_steps=7, **how).losses.tolist() == wanted
     how["data"] = loader

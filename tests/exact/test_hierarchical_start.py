@@ -6,6 +6,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 from pyro.infer import SVI
 from torch import Tensor
 from torch.autograd.functional import hessian, jacobian
@@ -25,30 +26,39 @@ def data(n: int = 40) -> tuple[Tensor, Tensor]:
     return w, 3.0 + 0.02 * x + 0.1 * torch.randn(n, generator=noise)
 
 
-def measured_twice(w: Tensor, y: Tensor) -> None:
+def priors() -> tuple[Tensor, ...]:
     mean = pyro.sample("mean", dist.Normal(50.0, 50.0))
     sd = pyro.sample("sd", dist.HalfNormal(30.0))
     error = pyro.sample("error", dist.HalfNormal(20.0))
     a = pyro.sample("a", dist.Normal(0.0, 5.0))
     b = pyro.sample("b", dist.Normal(0.0, 0.1))
-    noise = pyro.sample("noise", dist.HalfNormal(0.5))
+    return mean, sd, error, a, b, pyro.sample("noise", dist.HalfNormal(0.5))
+
+
+def measured_twice(w: Tensor, y: Tensor) -> None:
+    mean, sd, error, a, b, noise = priors()
     with pyro.plate("people", len(y)):
         x = pyro.sample("x", dist.Normal(mean, sd))
         pyro.sample("w", dist.Normal(x.unsqueeze(-1).expand(w.shape), error).to_event(1), obs=w)
         pyro.sample("y", dist.Normal(a + b * x, noise), obs=y)
 
 
-def log_joint(v: Tensor, w: Tensor, y: Tensor) -> Tensor:
-    """log p(w, y, v), x integrated out in closed form, at unconstrained v."""
-    (mean, a, b), (sd, error, noise) = v[[0, 3, 4]], v[[1, 2, 5]].exp()
-    scales = zip((sd, error, noise), (30.0, 20.0, 0.5), strict=True)
-    prior = sum(dist.HalfNormal(s).log_prob(x) + x.log() for x, s in scales)
-    prior = prior + dist.Normal(50.0, 50.0).log_prob(mean) + dist.Normal(0.0, 5.0).log_prob(a)
+def closed_form(w: Tensor, y: Tensor) -> None:
+    """``measured_twice`` with x integrated out."""
+    mean, sd, error, a, b, noise = priors()
     along = torch.stack([torch.ones(()), torch.ones(()), b])
     cov = sd**2 * torch.outer(along, along) + torch.stack([error, error, noise]).square().diag()
-    both = dist.MultivariateNormal(torch.stack([mean, mean, a + b * mean]), cov)
-    prior = prior + dist.Normal(0.0, 0.1).log_prob(b)
-    return prior + both.log_prob(torch.cat([w, y.unsqueeze(-1)], 1)).sum()
+    with pyro.plate("people", len(y)):
+        both = dist.MultivariateNormal(torch.stack([mean, mean, a + b * mean]), cov)
+        pyro.sample("both", both, obs=torch.cat([w, y.unsqueeze(-1)], 1))
+
+
+def log_joint(v: Tensor, w: Tensor, y: Tensor) -> Tensor:
+    """log p(w, y, v), x integrated out, at unconstrained v."""
+    scales: dict[str, Any] = dict(zip(("sd", "error", "noise"), v[[1, 2, 5]].exp(), strict=True))
+    values: Any = scales | dict(zip(("mean", "a", "b"), v[[0, 3, 4]], strict=True))
+    trace: Any = poutine.trace(poutine.condition(closed_form, data=values)).get_trace(w, y)
+    return trace.log_prob_sum() + v[[1, 2, 5]].sum()
 
 
 def points() -> Tensor:
@@ -117,22 +127,6 @@ def test_a_fit_from_there_is_right() -> None:
         svi.step(w, y)
     cov = exact.scale_tril @ exact.scale_tril.mT
     assert ((guide.globals.loc - exact.loc) / cov.diagonal().sqrt()).abs().max() < 0.3
-
-
-def closed_form(w: Tensor, y: Tensor) -> None:
-    """``measured_twice`` with x integrated out."""
-    mean = pyro.sample("mean", dist.Normal(50.0, 50.0))
-    sd = pyro.sample("sd", dist.HalfNormal(30.0))
-    error = pyro.sample("error", dist.HalfNormal(20.0))
-    a = pyro.sample("a", dist.Normal(0.0, 5.0))
-    b = pyro.sample("b", dist.Normal(0.0, 0.1))
-    noise = pyro.sample("noise", dist.HalfNormal(0.5))
-    one = torch.ones(())
-    along = torch.stack([one, one, b])
-    cov = sd**2 * torch.outer(along, along) + torch.stack([error, error, noise]).square().diag()
-    with pyro.plate("people", len(y)):
-        both = dist.MultivariateNormal(torch.stack([mean, mean, a + b * mean]), cov)
-        pyro.sample("both", both, obs=torch.cat([w, y.unsqueeze(-1)], 1))
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-4, 1e4])
