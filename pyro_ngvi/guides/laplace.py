@@ -40,7 +40,7 @@ from torch import Tensor
 
 from ..families.base import Tensors
 from ..families.full_rank import FullRankNormal
-from ..linalg.hessian import ROWS, bfgs, derivatives, eigen_abs, values_and_gradients
+from ..linalg.hessian import ROWS, absolute, bfgs, derivatives, values_and_gradients
 from ..linalg.host import own_random_state
 from ..linalg.noise import centred
 from .ascent import ascended
@@ -142,9 +142,9 @@ class Search:
             value, g, H = self.derivatives(theta, torch.zeros_like(theta).unsqueeze(0))
             if not bool(torch.isfinite(g.sum() + H.sum() + value)):
                 return
-            self.positive &= bool(torch.linalg.cholesky_ex(H).info == 0)
-            h, Q = eigen_abs(H)
-            yield theta, (Q * h) @ Q.mT
+            precision, h, Q = absolute(H)
+            self.positive &= precision is H
+            yield theta, precision
             along = Q.mT @ g
             while True:
                 step = along / (h + damping)
@@ -173,11 +173,11 @@ class Search:
             _, g, H = self.derivatives(loc, away)
             if not bool(torch.isfinite(g.sum() + H.sum())):
                 break
-            h, Q = eigen_abs(torch.lerp(precision, H, 1.0 / (k + 1.5)))
+            precision, h, Q = absolute(torch.lerp(precision, H, 1.0 / (k + 1.5)))
             along = Q.mT @ g
             length = float((along.square() / h).sum().sqrt())
             step = Q @ (along / h) * min(1.0, self.d**0.5 / max(length, 1e-30))
-            loc, precision = loc - step, (Q * h) @ Q.mT
+            loc = loc - step
             now = elbo()
             if now > highest:
                 best, highest = (loc, precision), now

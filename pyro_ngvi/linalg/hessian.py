@@ -83,6 +83,20 @@ def eigen_abs(H: Tensor) -> tuple[Tensor, Tensor]:
     return h.maximum(torch.finfo(h.dtype).eps * h.max().clamp_min(1.0)), Q
 
 
+def absolute(H: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """|H| of a symmetric matrix, h (d,) > 0 and Q (d, d) with |H|^-1 = Q diag(1 / h) Q'.
+
+    A positive H stays as it is, and h is relative to its diagonal: its scales may be as far apart as
+    those of the columns of a table, when the roundings of the largest eigenvalue hide the smallest.
+    """
+    if bool(torch.linalg.cholesky_ex(H).info == 0):
+        scale = H.diagonal().rsqrt().unsqueeze(-1)
+        h, Q = eigen_abs(scale * H * scale.mT)
+        return H, h, scale * Q
+    h, Q = eigen_abs(H)
+    return (Q * h) @ Q.mT, h, Q
+
+
 def bfgs(W: Tensor, s: Tensor, y: Tensor) -> Tensor:
     """The inverse Hessian W (..., d, d) nearest to the last with W y = s, unless s'y <= 0."""
     along = (s * y).sum(-1, keepdim=True)

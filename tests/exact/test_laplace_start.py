@@ -26,7 +26,7 @@ from pyro_ngvi.guides.deadline import ending_by
 from pyro_ngvi.guides.laplace import LARGEST, Found, Search, best_gaussian
 from pyro_ngvi.guides.scouts import looks_convex
 from pyro_ngvi.guides.search import UNASKED, start_points
-from pyro_ngvi.linalg.hessian import bfgs, derivatives
+from pyro_ngvi.linalg.hessian import absolute, bfgs, derivatives
 from pyro_ngvi.linalg.spectral import principal_factors
 from tests.contract.registry import data, exact_posterior, regression
 
@@ -65,6 +65,36 @@ def test_derivatives_are_those_of_autograd_in_one_evaluation() -> None:
     torch.testing.assert_close(value, f(x))
     torch.testing.assert_close(g, torch.func.grad(f)(x))
     torch.testing.assert_close(H, jacrev(jacrev(f))(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_scales_may_be_far_apart(dtype: torch.dtype) -> None:
+    """A Gaussian whose sds are 10^-6 to 10^6: found whole, where |H| by its eigenvalues is rounded."""
+    scale = torch.logspace(-6.0, 6.0, 9, dtype=dtype)
+    precision = torch.eye(9, dtype=dtype) + 0.5
+    precision = precision / scale / scale[:, None]
+    mean = 3.0 * scale
+
+    def density(theta: Tensor) -> Tensor:
+        x = theta - mean
+        return -0.5 * (x @ precision * x).sum(-1)
+
+    found = found_from(density, torch.zeros(9, dtype=dtype)).params
+    assert found is not None
+    root = found["scale_tril"] / scale[:, None]
+    wanted = torch.linalg.inv(torch.eye(9, dtype=dtype) + 0.5)
+    assert torch.allclose(root @ root.mT, wanted, rtol=1e-3, atol=1e-3)
+    assert ((found["loc"] - mean) / scale).abs().max() < 1e-2
+
+
+def test_absolute_values_of_a_hessian() -> None:
+    H = torch.randn(6, 6)
+    for sign in (1.0, -1.0):
+        S = 0.5 * (H + H.mT) if sign < 0 else H @ H.mT + torch.eye(6)
+        P, h, Q = absolute(S)
+        e, V = torch.linalg.eigh(S)
+        assert torch.allclose(P, (V * e.abs()) @ V.mT, atol=1e-6)
+        assert torch.allclose((Q / h) @ Q.mT @ P, torch.eye(6), atol=1e-6) and (h > 0.0).all()
 
 
 def test_bfgs_knows_the_last_difference() -> None:
