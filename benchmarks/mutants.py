@@ -334,8 +334,8 @@ STEPS = (
     Mutant(
         "start: expectations at the mean alone",
         "guides/laplace.py",
-        "self.f(x + a, self.d).mean()",
-        "self.f(x + 0 * a, self.d).mean()",
+        "self.f(x + away, self.d).mean()",
+        "self.f(x + 0 * away, self.d).mean()",
         ("test_laplace_start",),
     ),
     Mutant(

@@ -43,8 +43,8 @@ from .units import Units
 #: steps of the units' sites at each v at most, fewer of many units, and first ones without noise; sds
 #: within which a unit has settled, and points behind its expectations
 SETTLING, FEWER, CALM, SETTLED, POINTS = 30, 6, 2, 0.01, 5
-#: points, and steps of L-BFGS, that look whether a search pays, steps where Newton's are too dear,
-#: nats that show it, and from how many of these points it begins
+#: points, or steps of L-BFGS, that look whether a search pays, steps where Newton's are too dear, nats
+#: that show it, and from how many of these points it begins
 TRIED, FIRST, STEPS, FAR, PATHS = 32, 2, 30, 100.0, 3
 
 
@@ -76,8 +76,8 @@ def better_start(units: Units, call: Call, globals: Any, loc: Tensor) -> Tensors
         # whatever it is, the first step meets it
         model, names = unblocked(model_as_given(globals)), globals._unconstrained_shapes
         points = start_points(names, model, loc, call.args, dict(call.kwargs))
-        points = islice(points, TRIED if f.is_cheap else 1)
-        tried = torch.stack([*points, mode_of(f, loc, steps=FIRST)])
+        points = islice(points, TRIED) if f.is_cheap else (loc, mode_of(f, loc, steps=FIRST))
+        tried = torch.stack([*points])
         values = f(tried).nan_to_num(-torch.inf)
         far = values > values[0] + FAR
         if not bool(far.any()):

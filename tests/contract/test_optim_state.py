@@ -225,6 +225,7 @@ def test_others_of_another_guide() -> None:
 
 
 @guides
+@pytest.mark.usefixtures("plain_start")  # which is away from the posterior
 def test_a_second_optimizer_starts_from_the_answer_of_the_first(kind: str) -> None:
     """It does not inherit the lag behind the average of an optimizer that is no longer there."""
     guide = GUIDES[kind](regression)
