@@ -211,7 +211,7 @@ def fabrics(names: dict[str, Any]) -> str:
             )
             for _ in range(2):
                 run = subprocess.run([sys.executable, script], capture_output=True, text=True)
-                if run.returncode >= 0:  # else a signal ended it, which was seen once, on a busy machine
+                if run.returncode >= 0:  # else a signal ended it: seen once
                     break
             assert run.returncode == 0, run.stderr[-2000:]
             found.append(torch.load(result, weights_only=True))
