@@ -142,7 +142,7 @@ class Batches:
         return {"epoch": self.epoch, "position": self.position, "start": self._start, "own": own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a place, refused of another loader; other random states are left as they are."""
+        """Go to a place, refused of a loader that is too short; other random states are left alone."""
         own = self._generators()
         if len(own) != len(state["own"]):
             raise ValueError(
