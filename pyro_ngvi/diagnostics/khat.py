@@ -148,14 +148,14 @@ class KHat:
         )
 
     @property
-    def even(self) -> bool:
+    def nearly_equal(self) -> bool:
         """Whether weights are equal in practice, and k-hat is the shape of what is left of noise."""
         return self.kl < NEGLIGIBLE and self.ess >= 0.95 * len(self.log_weights)
 
     @property
     def reliable(self) -> bool:
-        """Whether k-hat is small, or weights are even; ``decision`` asks for ``ess`` too."""
-        return not np.isnan(self.khat) and (self.khat <= self.threshold or self.even)
+        """Whether k-hat is small, or weights nearly equal; ``decision`` asks for ``ess`` too."""
+        return not np.isnan(self.khat) and (self.khat <= self.threshold or self.nearly_equal)
 
     @property
     def within_bounds(self) -> bool:

@@ -147,15 +147,17 @@ def _left_out(
 
     log_ratio = draws.log_ratio if weigh else np.zeros(size)
     weights = draws.weights if weigh else khat_from_log_weights(log_ratio)
-    parts, ruled = rows.split(max(1, HELD // size)), log_ratio < log_ratio.max() - RULED_OUT
+    parts = [*zip(*(x.split(max(1, HELD // size)) for x in (rows, powers)), strict=True)]
+    ruled = log_ratio < log_ratio.max() - RULED_OUT
     if ruled.any():  # a draw that two data rule out has no weight without one of them
-        count = sum((terms(part) < -RULED_OUT).sum(1).cpu().numpy() for part in parts)
+        count = sum((terms(part) < -RULED_OUT).sum(1).cpu().numpy() for part, _ in parts)
         ruled &= count != 1
-    found = [
-        _one(np.where(ruled, 0.0, x), c, log_ratio, weights)
-        for part, of_part in zip(parts, powers.split(max(1, HELD // size)), strict=True)
-        for x, c in zip(terms(part).cpu().numpy().T, of_part.tolist(), strict=True)
-    ]
+    found = []
+    for part, of_part in parts:
+        log_l = terms(part).cpu().numpy()
+        log_l[ruled] = 0.0
+        pairs = zip(log_l.T, of_part.tolist(), strict=True)
+        found += [_one(x, c, log_ratio, weights) for x, c in pairs]
     left_out = np.array(found).reshape(-1, 5).T
     if fitted.whole:
         left_out = np.hstack(fitted.whole.of_all(left_out, fitted.in_sum[name]))
@@ -169,13 +171,13 @@ def _one(
     and then more by p / q than by the datum: from log p(y_i | z_s), (S,), its power in the posterior,
     log p(y, z_s) / q(z_s) up to a constant, (S,), and the weights that it gives."""
     log_l, ratio, beside = log_l.astype(np.float64), log_ratio, 0.0
-    if weights.even:  # what p / q adds to the tail is noise
+    if weights.nearly_equal:  # what p / q adds to the tail is noise
         ratio, beside = 0.0, weights.psis_log_weights
     left_out, k, found = without(log_l, ratio, power, beside)
     if math.isnan(left_out):
         return left_out, left_out, k, False, False
     large = k > found.threshold
-    by_guide = large and not weights.even
+    by_guide = large and not weights.nearly_equal
     if by_guide:
         own = khat_from_log_weights(-power * log_l)
         by_guide = own.khat <= own.threshold and own.khat < weights.khat

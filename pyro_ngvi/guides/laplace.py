@@ -110,6 +110,10 @@ class Search:
         z = self.draws(family, params, n)
         return -torch.cat([self.f(part) for part in z.split(ROWS)]) - family.log_prob(params, z)
 
+    def elbo(self, family: Any, params: Tensors, n: int = COMPARED, errors: float = 0.0) -> float:
+        """In nats, of a member by n draws, less that many standard errors."""
+        return lower(self.log_ratio(family, params, n), errors)
+
     def gaussian(self, loc: Tensor, precision: Tensor) -> Gaussian:
         ratio = self.log_ratio(self.compared, self.compared.matched(loc, precision), COMPARED)
         return Gaussian(loc, precision, lower(ratio), float(ratio.var().nan_to_num(torch.inf)))
@@ -161,12 +165,8 @@ class Search:
 
     def smoothed(self, q: Gaussian, family: Any) -> tuple[Tensor, Tensor]:
         """The best mean (d,) and precision (d, d) of steps on expectations under its members."""
-
-        def elbo() -> float:
-            return lower(self.log_ratio(family, family.matched(loc, precision), COMPARED))
-
         best = loc, precision = q.loc, q.precision
-        highest, before = elbo(), -torch.inf
+        highest, before = self.elbo(family, family.matched(*best)), -torch.inf
         for k in range(SMOOTH_STEPS):
             params = family.matched(loc, precision)
             away = self.draws(family, params, DRAWS, k) - loc
@@ -178,7 +178,7 @@ class Search:
             length = float((along.square() / h).sum().sqrt())
             step = Q @ (along / h) * min(1.0, self.d**0.5 / max(length, 1e-30))
             loc = loc - step
-            now = elbo()
+            now = self.elbo(family, family.matched(loc, precision))
             if now > highest:
                 best, highest = (loc, precision), now
             if not now > before + GAIN or is_late():
@@ -241,7 +241,7 @@ class Search:
                 break
         reached += [] if convex else self.scouted(points)
         best = self.final()
-        before, found = lower(self.log_ratio(family, given, COMPARED)), []
+        before, found = self.elbo(family, given), []
         if best is not None:
             found.append(self.member(best, family))
             # where no other point leads may be no mass, as with a scale of 0 and effects that are equal
@@ -249,9 +249,9 @@ class Search:
             if (near == 1 or not few) and not convex and best.spread > SAME and not is_late():
                 steps = self.evaluations // (DRAWS * (len(reached) if few else 2))
                 found.append(ascended(lambda z: -self.f(z), family, given, steps))
-                reached.append(lower(self.log_ratio(family, found[-1], COMPARED)))
+                reached.append(self.elbo(family, found[-1]))
         # an ELBO may be the noise of a few draws, if q is far from the posterior
-        elbos = [lower(self.log_ratio(family, q, COMPARED), 2.0) for q in found]
+        elbos = [self.elbo(family, q, errors=2.0) for q in found]
         params = found[elbos.index(max(elbos))] if max(elbos, default=before) > before else None
         good = [q for q in self.ends if q.spread < SAME]
         return Found(params, tuple(reached), before, self.evaluations, self.apart(good), convex)
@@ -323,7 +323,7 @@ class Search:
         if len(best) < 2:
             return next(iter(best), None)
         params = [self.compared.matched(q.loc, q.precision) for q in best]
-        elbos = [lower(self.log_ratio(self.compared, p, FINAL), 2.0) for p in params]
+        elbos = [self.elbo(self.compared, p, FINAL, 2.0) for p in params]
         return best[elbos.index(max(elbos))]
 
     def member(self, q: Gaussian, family: Any) -> Tensors:

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..families.base import Tensors
 from ..linalg.host import own_random_state
 from .deadline import is_late
-from .found import Found, Gaussian, lower
+from .found import Found, Gaussian
 from .laplace import FINAL, Search
 
 #: nats: a promised decrease that ends the steps to the mode itself
@@ -39,7 +39,7 @@ class MemberSearch(Search):
         """That of q, or of the mode near it."""
         to_mode = [*takewhile(lambda _: not is_late(), self.newton(q.loc, EXACT))]
         found = [family.matched(*at) for at in [(q.loc, q.precision), *to_mode[-1:]]]
-        elbos = [lower(self.log_ratio(family, p, FINAL), 2.0) for p in found]
+        elbos = [self.elbo(family, p, FINAL, 2.0) for p in found]
         return found[elbos.index(max(elbos))]
 
 

@@ -20,16 +20,15 @@ from typing import Any
 
 import pyro
 import torch
-from numpy.polynomial.hermite_e import hermegauss
 from pyro import poutine
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ..families.base import Tensors
 from ..guides.deadline import is_late
-from ..guides.found import lower
-from ..guides.laplace import COMPARED, FEW, HESSIANS, Search
+from ..guides.laplace import FEW, HESSIANS, Search
 from ..guides.search import mode_of, start_points
+from ..linalg.cubature import gauss_hermite
 from ..linalg.hessian import differences
 from ..linalg.host import fixed_normal, own_random_state
 from ..linalg.products import matvec
@@ -55,9 +54,6 @@ class MarginalSearch(Search):
     #: no mode of f is degenerate
     falling = HESSIANS
     _lengths: Tensor | None = None
-
-    def elbo(self, family: Any, params: Tensors) -> float:
-        return lower(self.log_ratio(family, params, COMPARED))
 
     def derivatives(self, theta: Tensor, away: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         found = differences(self.f, theta, away, self._lengths)
@@ -120,18 +116,12 @@ class Marginal:
         with own_random_state(0):  # of a minibatch: the same one
             given = self.units.given(self.call, values)
         q = replace(self._settled(given.detached()), prior=given.priors)
-        noise, weights = self._noise(q.white)
+        noise, weights = _noise(q.white, self._points)
         w, each = q.drawn(noise), given.repeated(self._points)
         of_units = (q.prior.log_prob(w) - q.log_q(noise)).sum(-1)
         log_p = self.units.log_likelihood(each, each.priors.at(w.flatten(0, 1)))
         total = log_p.reshape(of_units.shape) + given.seen.scale * of_units
         return weights.to(total) @ total + log_det
-
-    def _noise(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """White noise (P, S, B, k), exact for each entry alone, and weights of the points."""
-        nodes, weights = (torch.as_tensor(x).to(like) for x in hermegauss(self._points))
-        signs = fixed_normal(1, *like.shape[1:], seed=0).to(like).sign().expand_as(like)
-        return nodes[:, None, None, None] * signs, weights / weights.sum()
 
     @torch.no_grad()
     def _settled(self, given: Given) -> Conditionals:
@@ -146,9 +136,7 @@ class Marginal:
         phi, cross = zero.new_zeros(1, 0), zero.new_zeros(*zero.shape, 0)
         sites = Sites(zero, torch.zeros_like(priors.root[0]), cross, zero[:, 0])
         q = Conditionals.of(priors, sites.linear, sites.precision)
-        noise, weights = self._noise(given.priors.offset)
-        if not self.is_cheap:
-            noise, weights = torch.zeros_like(noise[:1]), weights[:1] / weights[:1].sum()
+        noise, weights = _noise(given.priors.offset, self._points if self.is_cheap else 1)
         noise, each = noise.reshape(len(noise), 1, *zero.shape), given.repeated(len(noise))
         for k in range(SETTLING if self.is_cheap else FEWER):
             # at their means at first, as expectations under a wide prior may overflow
@@ -167,3 +155,10 @@ class Marginal:
             ):
                 break
         return Conditionals(given.priors, q.white.reshape(shape), q.root.reshape(*shape, shape[-1]))
+
+
+def _noise(like: Tensor, points: int) -> tuple[Tensor, Tensor]:
+    """White noise (points, S, B, k), exact for each entry alone, and weights of the points."""
+    nodes, weights = gauss_hermite(points, dtype=like.dtype, device=like.device)
+    signs = fixed_normal(1, *like.shape[1:], seed=0).to(like).sign().expand_as(like)
+    return nodes[:, None, None, None] * signs, weights

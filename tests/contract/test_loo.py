@@ -212,7 +212,7 @@ def test_k_hat_is_of_the_datum_where_the_guide_is_the_posterior_but_for_noise() 
     rng = np.random.default_rng(0)
     log_ratio = 0.02 * rng.standard_t(2.0, 1000)
     weights = khat_from_log_weights(log_ratio)
-    assert weights.even and weights.khat > 0.5
+    assert weights.nearly_equal and weights.khat > 0.5
     z = rng.normal(size=1000)
     for y in (0.0, 1.0, 3.0):
         log_l = -0.5 * (y - 0.3 * z) ** 2
