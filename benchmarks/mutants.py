@@ -340,8 +340,8 @@ STEPS = (
     ),
     Mutant(
         "start: steps on expectations without their Hessian",
-        "guides/laplace.py",
-        "torch.lerp(precision, H, 1.0 / (k + 1.5))",
+        "guides/expectations.py",
+        "absolute(torch.lerp(precision, H, share))",
         "precision",
         ("test_laplace_start",),
     ),

@@ -153,7 +153,7 @@ def print_posterior(X: Tensor, y: Tensor, features: list[str]) -> None:
     fit = ngvi.fit(model, X, y, seed=0)
     print(f"\n{fit}")
     labels: Any = {"coords": {"feature": features}, "dims": {"w": ["feature"]}}
-    data = fit.to_arviz(num_samples=2000, seed=0, **labels)
+    data = fit.to_arviz(seed=0, **labels)
     print("\nCoefficients, as ArviZ sums them up (positive: benign):\n")
     print(ngvi.summary(data, var_names=["w"], coords={"feature": SHOWN}))
 

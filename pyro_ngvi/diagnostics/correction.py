@@ -23,6 +23,7 @@ from operator import itemgetter
 from time import thread_time
 from typing import Any
 
+import numpy as np
 import pyro
 import torch
 from pyro.infer.autoguide import AutoContinuous
@@ -36,7 +37,7 @@ from ..linalg.host import own_random_state
 from ..runtime.density import LatentLayout
 from ..runtime.model_density import NaNWhereSingular, batched_trace
 from ..runtime.run import CannotBatch
-from .draws import MOST_DOUBLES, Fitted, guide_draws, resample
+from .draws import MOST_DOUBLES, Draws, Fitted, guide_draws, resample
 from .khat import EVEN, FEWEST, KHat, khat_from_log_weights
 from .moved import Moved, by_site, derived, values_at
 from .slices import copula
@@ -50,6 +51,8 @@ MANY, NUMBERS = 4000, 4_000_000
 #: draws of r where fewer leave it open whether the guide is off, or whether weights can be relied on;
 #: and where these leave the latter open, at which k-hat has an error of 0.1
 MORE, MOST_DRAWS = 2000, 8000
+#: copies of one draw in what is read above which that is of more draws, and how many times as many
+COPIES, POOL = 10.0, 4
 #: draws at which twice the points are tried, nats by which they may change, and the most for a unit
 TRIED, FINE, MOST_POINTS = 250, 1e-3, 1024
 
@@ -140,11 +143,24 @@ def resampled(guide: ExactUnits, num_samples: int) -> dict[str, Tensor]:
     with own_random_state():  # apart, as there
         fitted = Fitted(call.model, guide, call.args, call.kwargs)
     total = max(num_samples, DRAWS) if num_samples > 0 else num_samples  # which is refused
-    draws = fitted.draw(total, None)
-    kept = torch.from_numpy(resample(draws.weights)[0])
+    draws = for_resampling(fitted, total)
+    kept = torch.from_numpy(resample(draws.weights, total)[0])
     if num_samples < len(kept):  # copies lie side by side
         kept = kept[torch.randperm(len(kept), device="cpu")[:num_samples]]
     return {name: x[kept.to(x.device)] for name, x in draws.values.items()}
+
+
+def for_resampling(
+    fitted: Fitted, count: int, batch_size: int | None = None, likelihoods: Any = ()
+) -> Draws:
+    """Draws of r of which ``count`` are to be taken by weight: as many, or ``POOL`` times, as memory
+    allows, where one of these would be in more than ``COPIES`` of them, and ends of intervals jump."""
+    draws = fitted.draw(count, batch_size, likelihoods)
+    copies = count * float(np.exp(draws.weights.psis_log_weights.max()))
+    held = sum(x[0].numel() for x in (*draws.sites.values(), *draws.log_likelihood.values()))
+    if copies <= COPIES or POOL * count * held > MOST_DOUBLES:
+        return draws
+    return fitted.draw(POOL * count, batch_size, likelihoods)
 
 
 @dataclass(frozen=True)

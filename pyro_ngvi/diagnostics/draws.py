@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from ..hierarchy import ExactUnits
-from ..linalg.host import is_coarse
+from ..linalg.host import apart, is_coarse
 from ..runtime.checks import LatentSupports, check_data, refuse_minibatches
 from ..runtime.density import (
     Kind,
@@ -80,26 +80,24 @@ class Draws:
         return ", ".join(repr(name) for name, x in drawn.items() if bool((x == x[0]).all()))
 
 
-def resample(weights: KHat) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers (S,) of the draws, with copies, that stand for exact ones, and the log of the weights, of
-    sum one, by which they do: smoothed ones where the tail has a mean."""
+def resample(weights: KHat, count: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers (S,), or ``count`` of them, of the draws, with copies, that stand for exact ones, and the
+    log of the weights, of sum one, by which they do: smoothed ones where the tail has a mean."""
     heavy = weights.tail_is_too_heavy
     log_weights = weights.log_weights if heavy else weights.psis_log_weights
     uniform = float(torch.rand((), dtype=torch.float64))
-    return systematic_resample(log_weights, uniform), log_weights
+    return systematic_resample(log_weights, uniform, count), log_weights
 
 
 @contextmanager
 def random_state(seed: int | None, stream: int = 0) -> Iterator[None]:
-    """Seeds all of Pyro's generators and puts their states back; streams share no random numbers."""
+    """Seeds all of Pyro's generators, :func:`.apart`, and puts their states back."""
     if seed is None:
         yield
         return
-    if stream:
-        seed = int(np.random.SeedSequence([seed, stream]).generate_state(1)[0])
     before = get_rng_state()
     with torch.random.fork_rng(devices=list(range(torch.cuda.device_count()))):
-        pyro.set_rng_seed(operator.index(seed))
+        pyro.set_rng_seed(apart(operator.index(seed), stream + 2))
         try:
             yield
         finally:

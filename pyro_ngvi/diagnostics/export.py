@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from ..runtime.store import listed
 from ..runtime.summed_out import SummedOut, given_name
 from .arviz_compat import from_groups
 from .correction import corrected as corrected_guide
-from .correction import decision_on
+from .correction import decision_on, for_resampling
 from .draws import Fitted, random_state, sites_of_kind, warn_of_rounding, with_likelihood
 from .draws import resample as resampled_by
 from .groups import constants, name_dims, observations, per_draw
@@ -71,7 +72,8 @@ def to_arviz(
     Pareto-smoothed weights (a draw of weight w comes S w times, rounded up or down); ``sample_stats``
     keeps the guide's own, and in ``resampled_from`` which of them each is. It can correct what k-hat
     finds correctable, no more. With ``corrected`` draws of an
-    :class:`~pyro_ngvi.AutoHierarchical` are resampled ones of :func:`pyro_ngvi.diagnostics.corrected`.
+    :class:`~pyro_ngvi.AutoHierarchical` are resampled ones of :func:`pyro_ngvi.diagnostics.corrected`,
+    of four times as many where one would come more than ten times; statistics are then of those taken.
 
     The attributes of the container and of ``posterior`` hold ``decision`` ("intervals", "resample",
     "unusable" or "unclear") and ``verdict``, the same in words (:class:`~pyro_ngvi.diagnostics.KHat`);
@@ -139,7 +141,8 @@ def to_arviz(
         observed, log_likelihood = [], False
     with random_state(seed):
         likelihoods = with_likelihood(fitted) if log_likelihood else ()
-        draws = fitted.draw(num_samples, batch_size, likelihoods)
+        drawn_by = partial(for_resampling, fitted) if corrected else fitted.draw
+        draws = drawn_by(num_samples, batch_size, likelihoods)
         found, own = judge(fitted, draws, batch_size), draws.weights
         decision, verdict = found.decision, found.verdict
         if corrected:
@@ -157,7 +160,7 @@ def to_arviz(
             )
         values, posterior, shown = draws.values, draws.sites, fitted.shown
         if discrete and isinstance(fitted.joint, SummedOut):
-            posterior = _with_discrete(fitted, fitted.joint, values, num_samples)
+            posterior = _with_discrete(fitted, fitted.joint, values, len(draws.log_q))
             values = values | {name: posterior[name] for name in fitted.joint.names}
             shown = list(posterior)
         groups = {"posterior": per_draw(posterior)}
@@ -177,13 +180,15 @@ def to_arviz(
         }
         stats = {"lp": draws.log_joint, "log_q": draws.log_q, "log_weights": own.log_weights}
         if resample:
-            kept, weights = resampled_by(own)
+            kept, weights = resampled_by(own, num_samples)
             asked = "corrected=True" if corrected else 'resample="psis"'
             if decision == "unusable" or found.wanted:
                 how = "cannot be relied on here" if decision == "unusable" else "wants more draws"
                 how += f", num_samples={found.wanted}" * (decision == "intervals")
                 warnings.warn(f"{asked} {how}. {verdict}", RuntimeWarning, stacklevel=2)
             values = {n: x[torch.from_numpy(kept).to(x.device)] for n, x in values.items()}
+            if len(draws.log_q) > num_samples:  # of those that were taken of more
+                stats = {name: x[kept] for name, x in stats.items()}
             stats["resampled_from"] = kept
             for group in groups.values():
                 group |= {name: x[:, kept] for name, x in group.items()}

@@ -120,7 +120,7 @@ def loo_units(
         ...         pyro.sample("y", dist.Normal(u, 2.0), obs=y)
         >>> y = torch.tensor([3.0, 5.0, 1.0, -2.0])
         >>> fit = ngvi.fit(model, y, guide="AutoHierarchical", max_steps=30, progress=False, seed=0)
-        >>> found = ngvi.diagnostics.loo_units(fit.guide, y)
+        >>> found = ngvi.diagnostics.loo_units(fit.guide, y, seed=0)
         >>> found.pointwise.shape, found.influence["m"].shape
         (torch.Size([4]), torch.Size([4]))
         >>> int(found.most(1))  # -2 is furthest from the others

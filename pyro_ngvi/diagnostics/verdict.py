@@ -70,7 +70,7 @@ def khat(
         >>> model, narrow = (lambda s=s: pyro.sample("z", dist.Normal(0.0, s)) for s in (1.0, 0.3))
         >>> khat(model, model, seed=0).decision  # an exact guide: all weights are equal
         'intervals'
-        >>> found = khat(model, narrow, seed=0)
+        >>> found = khat(model, narrow, seed=1)
         >>> found.decision, found.khat > found.threshold
         ('unusable', True)
     """

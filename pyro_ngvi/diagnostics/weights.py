@@ -110,11 +110,14 @@ def smoothed(log_weights: np.ndarray, tail: Tail | None = None) -> np.ndarray:
     return x - log_sum_exp(x)
 
 
-def systematic_resample(log_weights: np.ndarray, offset: float) -> np.ndarray:
-    """Places (S,), ascending, of S draws in proportion to normalised weights; ``offset`` in [0, 1).
-    Place s comes floor(S w_s) or ceil(S w_s) times."""
+def systematic_resample(
+    log_weights: np.ndarray, offset: float, count: int | None = None
+) -> np.ndarray:
+    """Places (n,), ascending, of ``count`` n, by default S, draws in proportion to normalised weights
+    (S,); ``offset`` in [0, 1). Place s comes floor(n w_s) or ceil(n w_s) times."""
     share = np.cumsum(np.exp(log_weights))
-    points = (np.arange(len(share)) + offset) / len(share)
+    count = len(share) if count is None else count
+    points = (np.arange(count) + offset) / count
     # the sum of all shares is 1 up to rounding
     return np.searchsorted(share / share[-1], points, side="right").clip(max=len(share) - 1)
 

@@ -22,7 +22,7 @@ from ..compiled import compile as compile_svi
 from ..distributed import wrap
 from ..distributed.processes import rank
 from ..guides.deadline import ending_by
-from ..linalg.host import own_random_state
+from ..linalg.host import apart, own_random_state
 from ..optim.rule import require
 from ..runtime.checks import check_missing, warn_of_noise
 from ..runtime.run import Minibatches, look
@@ -288,7 +288,8 @@ def fit(
         max_steps: steps after which to stop in any case; ``None`` for no such limit, as ``max_time``.
         max_time: the same in seconds, of which the search for a start takes half at most.
         tol: nats of ELBO that may be left to gain within the guide's family; 0 to go on to a limit.
-        seed: of all random numbers, as by ``pyro.set_rng_seed``.
+        seed: of all random numbers of torch, NumPy and Python, which are others than those after
+            ``pyro.set_rng_seed(seed)``, that the data may have been drawn by.
         compile: whether to :func:`pyro_ngvi.compile`; ``"auto"``: after five seconds and 300 steps.
         distributed: options of :func:`pyro_ngvi.distributed.wrap`, ``{"plates": ["data"]}``, for a run
             on several processes, whose reads are calls of all of them, but ``print``, ``elbo`` and
@@ -312,7 +313,7 @@ def fit(
     """
     check_names(model, kwargs)
     if seed is not None:
-        pyro.set_rng_seed(operator.index(seed))  # of NumPy's integers too
+        pyro.set_rng_seed(apart(operator.index(seed), 1))  # of NumPy's integers too
     by_ladder = isinstance(guide, str) and guide == "auto"
     if by_ladder and distributed is not None:
         raise ValueError(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..families.base import Tensors
-from ..linalg.host import own_random_state
+from ..linalg.host import apart, own_random_state
 from ..optim.ngvb import make_rule
 from .deadline import is_late
 
@@ -27,7 +27,7 @@ def ascended(
         z = family.draw(q, torch.Size((n,)))
         return (family.log_prob(fixed, z) - density(z)).mean()
 
-    with own_random_state(0), torch.no_grad():
+    with own_random_state(apart(0)), torch.no_grad():
         before, now, state = loss(params, params, COMPARED), params, rule.init(params)
         for _ in range(steps):
             if is_late():

@@ -13,14 +13,8 @@ into the typical set of a Gaussian of another.  When enough paths agree many mor
 (:mod:`.scouts`), and those that come to rest far from all ends begin paths.  Where Hessians on the
 first path are positive and f lies above its tangents at many points, it is taken for convex: one path.
 
-**Away from it**, where log p - log N varies over the draws of the best N(m, P^-1) of a path: with q the
-nearest member of the family,
-
-    P <- |(1 - r) P + r E_q hess f|,   m <- m - P^-1 E_q grad f,   r = 1 / (k + 1.5) at step k,
-
-by a few draws of q.  By Bonnet's and Price's theorems dELBO/dm = -E_q grad f and
-dELBO/dSigma = (P - E_q hess f) / 2, so that its fixed points are the stationary points of the ELBO in
-the family (Opper & Archambeau 2009; with a learning rate it is VON, Khan & Lin 2017).
+**Away from it**, where log p - log N varies over the draws of the best N(m, P^-1) of a path, it goes on
+by steps on expectations (:mod:`.expectations`).
 
 **Instead**, far from the posterior, where one of several paths leads to the best or d is large: as much
 work of natural-gradient steps from the start that was to be replaced, if they reach a larger ELBO.
@@ -41,28 +35,30 @@ from torch import Tensor
 from ..families.base import Tensors
 from ..families.full_rank import FullRankNormal
 from ..linalg.hessian import ROWS, absolute, bfgs, derivatives, values_and_gradients
-from ..linalg.host import own_random_state
+from ..linalg.host import apart, own_random_state
 from ..linalg.noise import centred
 from .ascent import ascended
 from .deadline import is_late
+from .expectations import DRAWS, LEFT, smoothed
 from .found import BARRIER, COMPARABLE, SAME, Found, Gaussian, holder, lower, modes_of
 from .scouts import led, looks_convex
 
 LogDensity = Callable[[Tensor], Tensor]  # theta (S, d) to (S,)
-#: the d above which there are no steps on expectations, and half of the budget, and the largest d
-FEW, LARGEST = 64, 500
+#: the d above which only the best end is moved by steps on expectations, and half of the budget, and
+#: the largest d
+FEW, LARGEST = 64, 1000
 #: points where all lead to one ELBO; else at least, until so many led to the best ELBO, and at most
 STARTS, AGAIN, NEAR, MORE_STARTS = 4, 6, 3, 32
 #: points whose tangents, and others whose ends are looked at, and sds beside sqrt(d) from other ends
 SCOUTS, FAR = 32, 3.0
 #: evaluations after which no other path begins
 BUDGET = 8_000
-#: Hessians from a point at most, gradients before the first, and steps on expectations
-HESSIANS, GRADIENTS, SMOOTH_STEPS = 40, 20, 6
-#: draws behind expectations, behind an ELBO, behind that of a finalist, and the number of these
-DRAWS, COMPARED, FINAL, FINALISTS = 8, 32, 256, 3
-#: nats: a promised decrease that ends a path, a gain that ends the steps on expectations
-DECREASE, GAIN = 0.05, 0.1
+#: Hessians of a path at most, and gradients before the first
+HESSIANS, GRADIENTS = 40, 20
+#: draws behind an ELBO, behind that of a finalist, and the number of these
+COMPARED, FINAL, FINALISTS = 32, 256, 3
+#: nats: a promised decrease that ends a path, and what steps on expectations gain in many dimensions
+DECREASE, WORTH = 0.05, 2.0
 FULL = FullRankNormal()
 
 
@@ -100,9 +96,10 @@ class Search:
         """Of the mean of f at theta + away (S, d): the value, gradient (d,), Hessian (d, d)."""
         return derivatives(lambda x: self.f(x + away, self.d).mean(), theta)
 
-    def draws(self, family: Any, params: Tensors, n: int, part: int = 0) -> Tensor:
-        """Draws (n, d) of a member by one part of the noise."""
-        noise = self.noise[n * part :][:n, : family.noise_dim(params)]
+    def draws(self, family: Any, params: Tensors, n: int, common: bool = True) -> Tensor:
+        """Draws (n, d) of a member, by noise that is ``common`` to all or by new noise."""
+        size = family.noise_dim(params)
+        noise = self.noise[:n, :size] if common else torch.randn(n, size).to(self.noise)
         return family.rsample(params, centred(noise))
 
     def log_ratio(self, family: Any, params: Tensors, n: int) -> Tensor:
@@ -163,29 +160,6 @@ class Search:
             theta = self.descend(new, (Q / (h + damping)) @ Q.mT, between)
             damping = damping / 4.0 if damping > 1e-3 else 0.0
 
-    def smoothed(self, q: Gaussian, family: Any) -> tuple[Tensor, Tensor]:
-        """The best mean (d,) and precision (d, d) of steps on expectations under its members."""
-        best = loc, precision = q.loc, q.precision
-        highest, before = self.elbo(family, family.matched(*best)), -torch.inf
-        for k in range(SMOOTH_STEPS):
-            params = family.matched(loc, precision)
-            away = self.draws(family, params, DRAWS, k) - loc
-            _, g, H = self.derivatives(loc, away)
-            if not bool(torch.isfinite(g.sum() + H.sum())):
-                break
-            precision, h, Q = absolute(torch.lerp(precision, H, 1.0 / (k + 1.5)))
-            along = Q.mT @ g
-            length = float((along.square() / h).sum().sqrt())
-            step = Q @ (along / h) * min(1.0, self.d**0.5 / max(length, 1e-30))
-            loc = loc - step
-            now = self.elbo(family, family.matched(loc, precision))
-            if now > highest:
-                best, highest = (loc, precision), now
-            if not now > before + GAIN or is_late():
-                break
-            before = now
-        return best
-
     def path(self, theta: Tensor, known: list[Gaussian]) -> Gaussian | None:
         """The best Gaussian on the way from a point, or one of the ``known`` if it comes to that."""
         best, falling = None, 0
@@ -216,13 +190,13 @@ class Search:
             return q
         # from N(theta, |H|^-1) on they gain KL(q || p) at most, near p half of the spread
         best = max((end.elbo for end in self.ends), default=-torch.inf)
-        if self.smooths(q) and q.elbo + 0.5 * q.spread > best - self.within:
+        if self.d <= FEW and self.varies(q, LEFT) and q.elbo + 0.5 * q.spread > best - self.within:
             for before, end in self.smoothed_ends:
                 # where that led from a Gaussian all but the same, it leads again
                 if before.holds(q.loc) and q.holds(before.loc) and q.elbo < before.elbo + SAME:
                     return end
             with suppress(RuntimeError, ValueError):
-                before, q = q, self.gaussian(*self.smoothed(q, self.compared))
+                before, q = q, self.gaussian(*smoothed(self, q, self.compared))
                 self.smoothed_ends.append((before, q))
         self.ends.append(q)
         return q
@@ -240,14 +214,14 @@ class Search:
             if convex or enough or self.evaluations > self.budget or is_late():
                 break
         reached += [] if convex else self.scouted(points)
-        best = self.final()
+        best, taken = self.final(), self.evaluations
         before, found = self.elbo(family, given), []
         if best is not None:
             found.append(self.member(best, family))
             # where no other point leads may be no mass, as with a scale of 0 and effects that are equal
             few = self.d <= FEW  # else no end of a path has been moved by steps on expectations
             if (near == 1 or not few) and not convex and best.spread > SAME and not is_late():
-                steps = self.evaluations // (DRAWS * (len(reached) if few else 2))
+                steps = taken // (DRAWS * (len(reached) if few else 2))
                 found.append(ascended(lambda z: -self.f(z), family, given, steps))
                 reached.append(self.elbo(family, found[-1]))
         # an ELBO may be the noise of a few draws, if q is far from the posterior
@@ -329,20 +303,22 @@ class Search:
     def member(self, q: Gaussian, family: Any) -> Tensors:
         """The nearest member of the family, by steps on its own expectations where that pays."""
         best = q.loc, q.precision
-        if type(family) is not type(self.compared) and self.smooths(q):
+        # few variables have been moved in the family that is compared; many are so in no other
+        many, same = self.d > FEW, type(family) is type(self.compared)
+        if many == same and self.varies(q, WORTH if many else LEFT):
             with suppress(RuntimeError, ValueError):
-                best = self.smoothed(q, family)
+                best = smoothed(self, q, family)
         return family.matched(*best)
 
-    def smooths(self, q: Gaussian) -> bool:
-        return self.d <= FEW and q.spread > 2.0 * GAIN and not is_late()
+    def varies(self, q: Gaussian, nats: float) -> bool:
+        """Whether q is more than so many off, and time is left for steps on expectations."""
+        return q.spread > 2.0 * nats and not is_late()
 
 
 def best_gaussian(
     density: LogDensity, family: Any, given: Tensors, points: Iterable[Tensor]
 ) -> Found:
     """The member of ``family`` nearest to the best Gaussian to which the ``points`` (d,) lead."""
-    with own_random_state(0):
-        search = Search(density, given["loc"])
-    with torch.no_grad():  # of parameters of the model; gradients in theta are asked for
-        return search.run(family, given, points)
+    # no gradients of parameters of the model; those in theta are asked for
+    with own_random_state(apart(0)), torch.no_grad():
+        return Search(density, given["loc"]).run(family, given, points)

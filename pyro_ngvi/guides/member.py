@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..families.base import Tensors
-from ..linalg.host import own_random_state
+from ..linalg.host import apart, own_random_state
 from .deadline import is_late
 from .found import Found, Gaussian
 from .laplace import FINAL, Search
@@ -31,7 +31,7 @@ class MemberSearch(Search):
         super().__init__(density, like)
         self.compared = family
 
-    def draws(self, family: Any, params: Tensors, n: int, part: int = 0) -> Tensor:
+    def draws(self, family: Any, params: Tensors, n: int, common: bool = True) -> Tensor:
         # their noise is not normal
         return family.fixed_draws(params, n)
 
@@ -47,5 +47,5 @@ def best_member(
     density: Callable[[Tensor], Tensor], family: Any, given: Tensors, points: Iterable[Tensor]
 ) -> Found:
     """The member of ``family`` with the largest ELBO among those to which the ``points`` (d,) lead."""
-    with own_random_state(0), torch.no_grad():
+    with own_random_state(apart(0)), torch.no_grad():
         return MemberSearch(density, family.mean(given), family).run(family, given, points)

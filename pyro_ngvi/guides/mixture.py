@@ -14,7 +14,7 @@ from ..curvature.estimators import Curvature, leave_curvature
 from ..families import FullRankNormal, MeanFieldNormal, MixtureNormal
 from ..families.base import Family, Tensors
 from ..families.mixture import LEAST, each
-from ..linalg.host import host_bool, outside_autocast, own_random_state
+from ..linalg.host import apart, host_bool, outside_autocast, own_random_state
 from ..optim.rule import require
 from .base import AutoFamily, FamilyDistribution
 from .found import SAME, Found, lower, modes_of
@@ -83,7 +83,7 @@ def best_mixture(
     Components beyond the modes are further ones of the same scales, at a draw of each by turns.
     """
     K, reached, modes, alone, points = family.num_components, [], [], 0, iter(points)
-    with own_random_state(0), torch.no_grad():
+    with own_random_state(apart(0)), torch.no_grad():
         search = Search(density, given["loc"][0])
         search.within = -LEAST
         for point in points:

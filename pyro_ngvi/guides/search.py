@@ -26,7 +26,7 @@ from .laplace import LARGEST
 
 #: steps of the Gaussian start
 STEPS = 200
-#: largest d for which a guide searches unasked
+#: largest d for which a guide searches unasked; with a Cholesky factor up to ``LARGEST``
 UNASKED = 200
 
 
@@ -119,7 +119,8 @@ def find_laplace(guide: Any, start: Tensor, given: Tensors, args: Any, kwargs: A
             f'{kind}: init="laplace" takes Hessians of {d} x {d} numbers, and {LARGEST} is the most. '
             f'Leave init out, or pass init="map".'
         )
-    if not asked and (d > UNASKED or start.is_meta or guide._waiting_state is not None):
+    most = LARGEST if UNASKED > 0 and guide.family.curvature_form == "dense" else UNASKED
+    if not asked and (d > most or start.is_meta or guide._waiting_state is not None):
         return None
     try:
         sites = _sites(guide, args, kwargs)

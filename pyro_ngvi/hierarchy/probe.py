@@ -34,6 +34,8 @@ MOST_CHOICES, MOST_ENTERING = 64, 1 << 62
 #: units among whose data a jump is looked for, on segments of so many times three prior sds, and how
 #: often moves are drawn towards 0 where the likelihood is not finite
 FEW, SEGMENTS, SHRINKS = 8, (1.0, 30.0), 6
+#: nats below the largest likelihood of a segment that are nothing, points that tell, numbers at most
+NOTHING, GRID, MOST_NUMBERS = 12.0, 65, 10_000_000
 
 
 def probed(call: Call, units: Units, sites: Sites) -> Probe:
@@ -269,7 +271,31 @@ class Probe:
         segments = [(e - 2.0 * away, 4.0 * away * (1.0 + u.abs()))]
         segments += [(prior.offset - c * wide, 2.0 * c * wide + away * u) for c in SEGMENTS]
         f = partial(self.units.log_likelihood, given)
-        return all(jump(f, start, length) is None for start, length in segments)
+        for start, length in segments:
+            if jump(f, start, length) is not None:
+                # probabilities are clamped at roundings, in float32 at 1e-7
+                likely = self._likely(given, start, length)
+                if likely is None or jump(f, *likely) is not None:
+                    return False
+        return True
+
+    @torch.no_grad()
+    def _likely(self, given: Given, start: Tensor, length: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The parts of segments (1, B, k) of units with a large likelihood; ``None`` of too many."""
+        moved = length[0].ne(0.0).any(-1).nonzero()[:, 0]
+        if len(moved) * GRID * start.numel() > MOST_NUMBERS:
+            return None
+        s = torch.linspace(0.0, 1.0, GRID).to(start)
+        x = start.repeat(len(moved) * GRID, 1, 1).reshape(len(moved), GRID, *start.shape[1:])
+        one = torch.arange(len(moved))
+        x[one, :, moved] += s[:, None] * length[0, moved, None]
+        log_p = self.units.log_likelihood(given.repeated(len(moved) * GRID), x.flatten(0, 1))
+        log_p = log_p.reshape(len(moved), GRID).nan_to_num(-torch.inf)
+        large = log_p > log_p.amax(1, keepdim=True) - NOTHING
+        low = (torch.where(large, s, 1.0).amin(1, keepdim=True) - s[1]).clamp_min(0.0)
+        high = (torch.where(large, s, 0.0).amax(1, keepdim=True) + s[1]).clamp_max(1.0)
+        part = torch.zeros_like(length).index_copy(1, moved, (high - low) * length[:, moved])
+        return start.index_add(1, moved, low * length[:, moved]), part
 
     def entering(self, e: Tensor) -> list[str]:
         """The globals on which the slopes of the data in the units depend, at the same x."""

@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from functools import partial, reduce, wraps
 from typing import Any, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
@@ -98,6 +99,12 @@ def forbid_waiting() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode(mode)
+
+
+def apart(seed: int, stream: int = 0) -> int:
+    """The seed of a stream that shares no numbers with another, nor with ``torch.manual_seed(seed)``:
+    data that users have drawn so must not be the noise by which their model is judged."""
+    return int(np.random.SeedSequence([stream + 1, seed]).generate_state(1)[0])
 
 
 @contextmanager

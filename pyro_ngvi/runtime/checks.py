@@ -186,11 +186,13 @@ def check_data(checked: Sites, program: Program, values: Values) -> None:
         try:
             _validated_log_prob(site)
         except ValueError:
-            with pyro.validation_enabled(False):
+            with pyro.validation_enabled(
+                False
+            ):  # whether it is, distributions ask when they are used
                 unchecked = look(program, values).get(name)
-            if unchecked is None:
-                raise
-            impossible = float(site_log_prob(unchecked)[1].sum()) == -torch.inf
+                if unchecked is None:
+                    raise
+                impossible = float(site_log_prob(unchecked)[1].sum()) == -torch.inf
             bad = ~site["fn"].support.check(site["value"])
             if not impossible and (not bad.any() or (bad & unmasked(site, torch.all)).any()):
                 raise

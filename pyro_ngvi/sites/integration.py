@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributions.transforms import IndependentTransform
 
 from ..guides.marginals import entry_by_entry
+from ..linalg.host import apart
 from .corrections import component_of
 from .densities import Densities
 from .design import Design, explore, find_mode
@@ -115,7 +116,7 @@ def integrate(
     counts = design.weights >= LEAST * design.weights.max()
     kept = (counts & design.every_other()).nonzero().squeeze(-1)
     weights = design.weights[kept] / design.weights[kept].sum()
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(apart(seed))
     # theta as it is, and for each draw the fitted point next to it
     z, log_w = design.fine
     w = torch.softmax(log_w, 0)

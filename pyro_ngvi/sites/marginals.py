@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..guides.marginals import levels_like
+from ..linalg.host import apart
 from .algebra import Snapshot
 from .corrections import ORDERS, Component, Draws, component_of
 from .densities import REACH, Densities, mixture
@@ -159,7 +160,7 @@ def marginals_of(
 ) -> SiteMarginals:
     """The corrected marginals of a snapshot."""
     shapes = shapes_of(at.call.plan, names)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(apart(seed))
     found = component_of(at, list(shapes), num_samples, generator)
     tables, doubts = combined([found], torch.ones(1))
     samples = {n: x.reshape(-1, *shapes[n]) for n, x in found.draws.items()}

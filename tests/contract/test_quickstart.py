@@ -22,7 +22,7 @@ def test_prints_the_tour_and_saves_the_figure(
     shown = capsys.readouterr()
     for name in quickstart.SHOWN:
         assert re.search(rf"w\[{name}\] +-?\d", shown.out)
-    assert re.search(r"k-hat -?\d\.\d\d from 2000 draws", shown.out)
+    assert re.search(r"k-hat -?\d\.\d\d from 1000 draws", shown.out)
     ngvb = re.search(r"^NGVB +\d+\.\d+ s, (\d+) steps.*after.* 100 steps$", shown.out, re.M)
     assert ngvb and int(ngvb[1]) <= 100
     assert re.search(r"^Adam +not reached +not reached.*after.* 200 steps$", shown.out, re.M)

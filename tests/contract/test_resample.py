@@ -159,8 +159,9 @@ def test_draw_whose_support_misses_the_data_has_no_weight() -> None:
     def guide() -> None:
         pyro.sample("z", dist.Uniform(1.0, 3.0))
 
-    weights = np.exp(ngvi.khat(model, guide, num_samples=200, seed=0).log_weights)
-    assert 50 < (weights == 0).sum() < 150  # Binomial(200, 1/2): 100, with standard deviation 7
+    for seed in range(3):  # the run that looks at the sites is impossible or not
+        weights = np.exp(ngvi.khat(model, guide, num_samples=200, seed=seed).log_weights)
+        assert 50 < (weights == 0).sum() < 150  # Binomial(200, 1/2): 100, with standard deviation 7
 
 
 def test_a_tail_without_a_mean_is_not_smoothed() -> None:

@@ -5,6 +5,7 @@ import sys
 from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -345,9 +346,31 @@ def test_weights_do_not_decay_with_the_number_of_units() -> None:
             pyro.sample("y", dist.StudentT(4.0, u, 0.5), obs=y)
 
     guide = fitted(model, y, steps=25)
-    joint = ngvi.khat(model, guide, y, num_samples=200, seed=0)
-    found = ngvi.khat(model, corrected(guide, y), y, num_samples=200, seed=0)
+    joint = ngvi.khat(model, guide, y, num_samples=200, seed=1)
+    found = ngvi.khat(model, corrected(guide, y), y, num_samples=200, seed=1)
     assert joint.ess < 30 and found.ess > 120
+
+
+@pytest.mark.parametrize("copies", [10.0, 1.0])
+def test_no_draw_stands_for_many_where_more_can_be_had(
+    copies: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that comes 36 times among 1,000 moves the ends of intervals."""
+    monkeypatch.setattr("pyro_ngvi.diagnostics.correction.COPIES", copies)
+    pyro.set_rng_seed(0)
+    guide = fitted(schools, Y, steps=60)
+    data = ngvi.to_arviz(schools, guide, Y, num_samples=500, seed=0, corrected=True)
+    stats = {name: x.values[0] for name, x in data["sample_stats"].items()}
+    many = copies == 1.0
+    assert data.attrs["khat_samples"] >= (2000 if many else 500)
+    assert len(stats["lp"]) == len(data["posterior"]["s"].values[0]) == 500
+    chosen = stats["resampled_from"]
+    assert (chosen.max() >= 500) == many and np.unique(chosen).size > (450 if many else 300)
+    if many:  # of the draws that were taken
+        same = np.diff(chosen) == 0
+        assert same.any() and (np.diff(stats["lp"])[same] == 0.0).all()
+    draws = correction.resampled(corrected(guide, Y), 500)
+    assert {name: len(x) for name, x in draws.items()} == dict.fromkeys("msu", 500)
 
 
 def test_the_verdict_on_a_hierarchy_and_its_table_tell_of_the_correction(

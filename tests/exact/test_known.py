@@ -12,7 +12,7 @@ from torch.func import vmap
 import pyro_ngvi as ngvi
 from pyro_ngvi.families import FactorNormal, FullRankNormal, MeanFieldNormal
 from pyro_ngvi.linalg import host
-from pyro_ngvi.linalg.host import choose, fixed_normal, host_bool, own_random_state
+from pyro_ngvi.linalg.host import apart, choose, fixed_normal, host_bool, own_random_state
 from pyro_ngvi.optim import NoiseClock, Tail
 from pyro_ngvi.optim.natural_gradient import NaturalGradientRule
 from pyro_ngvi.optim.state import flat
@@ -53,6 +53,11 @@ def test_fixed_normal_numbers_are_plain_and_the_same_under_vmap():
     vmap(program, randomness="different")(torch.ones(2))
     assert seen == [True]
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_streams_share_no_seed() -> None:
+    seeds = {apart(seed, stream) for seed in range(50) for stream in range(20)}
+    assert len(seeds | {*range(50)}) == 1050
 
 
 def test_a_seed_of_its_own_is_none_of_a_gpu_that_is_not_in_use(monkeypatch):

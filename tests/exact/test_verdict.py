@@ -255,7 +255,7 @@ def away_from_zero() -> None:
     pyro.sample("s", dist.LogNormal(torch.tensor(-0.5, dtype=torch.float64), 0.5**0.5))
 
 
-@pytest.mark.parametrize("seed", [5, 19])
+@pytest.mark.parametrize("seed", [29, 51])
 def test_a_tail_that_a_thousand_draws_do_not_show_is_looked_for(seed: int) -> None:
     fitted = Fitted(scale, away_from_zero, (), {})
     with random_state(seed):
@@ -274,7 +274,7 @@ def test_a_tail_that_a_thousand_draws_do_not_show_is_looked_for(seed: int) -> No
 
 def test_more_draws_are_not_taken_where_they_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pyro_ngvi.diagnostics.verdict.PATIENCE", 0.0)
-    found = ngvi.khat(scale, away_from_zero, seed=5)
+    found = ngvi.khat(scale, away_from_zero, seed=29)
     assert found.decision == "resample" and len(found.log_weights) == 1000
 
 
@@ -290,10 +290,10 @@ def test_few_uneven_draws_are_told_how_many_would_do() -> None:
         pyro.sample("x", dist.Normal(torch.zeros(2), (1.0 - rho**2) ** 0.5).to_event(1))
 
     def exported(n: int) -> Any:
-        how: Any = {"num_samples": n, "seed": 4, "resample": "psis"}
+        how: Any = {"num_samples": n, "seed": 13, "resample": "psis"}
         return ngvi.to_arviz(correlated, mean_field, **how).attrs["khat_samples"]
 
-    with pytest.warns(RuntimeWarning, match="wants more draws. Resample.*, num_samples=800"):
+    with pytest.warns(RuntimeWarning, match="wants more draws, num_samples=800. Take"):
         assert exported(50) == 800
     with warnings.catch_warnings():
         warnings.simplefilter("error")
