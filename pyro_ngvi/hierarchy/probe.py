@@ -271,20 +271,17 @@ class Probe:
         segments = [(e - 2.0 * away, 4.0 * away * (1.0 + u.abs()))]
         segments += [(prior.offset - c * wide, 2.0 * c * wide + away * u) for c in SEGMENTS]
         f = partial(self.units.log_likelihood, given)
-        for start, length in segments:
-            if jump(f, start, length) is not None:
-                # probabilities are clamped at roundings, in float32 at 1e-7
-                likely = self._likely(given, start, length)
-                if likely is None or jump(f, *likely) is not None:
-                    return False
-        return True
+        # probabilities are clamped at roundings, in float32 at 1e-7: a coarse look, and a fine one
+        for _ in range(2):
+            segments = [self._likely(given, *part) for part in segments if jump(f, *part)]
+        return not any(jump(f, *part) for part in segments)
 
     @torch.no_grad()
-    def _likely(self, given: Given, start: Tensor, length: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The parts of segments (1, B, k) of units with a large likelihood; ``None`` of too many."""
+    def _likely(self, given: Given, start: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+        """The parts of segments (1, B, k) of units with a large likelihood; the whole of too many."""
         moved = length[0].ne(0.0).any(-1).nonzero()[:, 0]
         if len(moved) * GRID * start.numel() > MOST_NUMBERS:
-            return None
+            return start, length
         s = torch.linspace(0.0, 1.0, GRID).to(start)
         x = start.repeat(len(moved) * GRID, 1, 1).reshape(len(moved), GRID, *start.shape[1:])
         one = torch.arange(len(moved))

@@ -455,15 +455,19 @@ def test_clamped_probabilities_are_no_kink(dtype: torch.dtype) -> None:
     """Those of ordered categories are, at 1e-7 in float32, where no posterior goes; units then did not
     follow the globals, and the ELBO of a graded response model was 1.9 nats too low."""
     torch.set_default_dtype(dtype)
-    y = torch.tensor([[0, 1, 2], [2, 2, 1], [0, 0, 1], [1, 2, 2], [1, 1, 0]])
+    generator = torch.Generator().manual_seed(0)
+    t = torch.randn(10, 1, generator=generator) + torch.randn(10, 3, generator=generator)
+    y = torch.bucketize(t, torch.tensor([-1.0, 0.0, 1.0]))
 
     def graded(y: Tensor) -> None:
-        a = pyro.sample("a", dist.LogNormal(torch.zeros(3), 0.5).to_event(1))
-        with pyro.plate("person", len(y)):
-            t = pyro.sample("t", dist.Normal(0.0, 1.0))
-            cuts = torch.tensor([-0.5, 0.5])
-            pyro.sample("y", dist.OrderedLogistic(a * t[..., None], cuts).to_event(1), obs=y)
+        with pyro.plate("items", 3, dim=-1):
+            c: Any = pyro.sample("c", dist.Normal(0.0, 2.0))
+        cuts = (c[..., None] + torch.tensor([-1.5, 0.0, 1.5])).expand(10, 3, 3)
+        with pyro.plate("persons", 10, dim=-2):
+            t: Any = pyro.sample("t", dist.Normal(0.0, 1.0))
+            with pyro.plate("answers", 3, dim=-1):
+                pyro.sample("y", dist.OrderedLogistic(t, cuts), obs=y)
 
     guide = ngvi.AutoHierarchical(graded)
     guide(y)
-    assert guide.units.smooth and guide.units.followed == ("a",)
+    assert guide.units.smooth and guide.units.followed == ("c",)
