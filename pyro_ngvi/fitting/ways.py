@@ -147,6 +147,7 @@ def _way(model: Any, args: Any, kwargs: Any) -> str:
     positive = (n for n, x in numbers.items() if latents[n]["fn"].support.check(x).all())
     shrunk = [{n: numbers[n]} for n in positive]
     instead = "take ngvi.integrate(model, *args), for up to three hyperparameters"
+    summed = next((n for n, s in found.items() if is_marked(s)), "")
     for name in sorted(effects, key=lambda n: -effects[n]["value"].numel()):
         site = effects[name]
         if site["value"].numel() < FEWEST:
@@ -167,6 +168,12 @@ def _way(model: Any, args: Any, kwargs: Any) -> str:
                 left = abs(_log_likelihood(none) - _log_likelihood(c))
                 if not max(after, left) < NONE * before:
                     continue
+            if summed:
+                return (
+                    f"{name!r} has a scale of its own, and the enumerated {summed!r} keeps units from "
+                    f"being taken: write that sum as one observed distribution (MixtureSameFamily, "
+                    f"ZeroInflatedDistribution), and leave guide= out."
+                )
             suits = few and sites_take(poutine.condition(model, data=others), args, kwargs)
             if narrows:
                 return f"{name!r} is an effect with a scale of its own: {instead}." * suits

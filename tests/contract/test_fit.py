@@ -1204,6 +1204,32 @@ def test_coefficients_beside_a_concentration_are_no_effect() -> None:
     assert way_of_effect(model, (counts,), {}) == ""
 
 
+@pytest.mark.parametrize("centred", [False, True])
+def test_an_enumerated_site_beside_an_effect_is_named(centred: bool) -> None:
+    """Capture and recapture of animals that differ: the sum over who is there goes into the data."""
+    y = torch.tensor([3.0, 1.0, 2.0, 4.0, 1.0, *[0.0] * 5])
+
+    def there(y: Tensor, summed: bool = False) -> None:
+        share = pyro.sample("share", dist.Beta(1.0, 1.0))
+        m = pyro.sample("m", dist.Normal(0.0, 1.5))
+        s = pyro.sample("s", dist.HalfNormal(1.0))
+        with pyro.plate("animals", len(y)):
+            e = pyro.sample("e", dist.Normal(m, s) if centred else dist.Normal(0.0, 1.0))
+            logits = e if centred else m + s * e
+            if summed:
+                caught = dist.Binomial(6, logits=logits)
+                pyro.sample("y", dist.ZeroInflatedDistribution(caught, gate=1.0 - share), obs=y)
+            else:
+                z = pyro.sample("z", dist.Bernoulli(share), infer={"enumerate": "parallel"})
+                pyro.sample("y", dist.Binomial(6, z * torch.sigmoid(logits)), obs=y)
+
+    way = way_of_effect(there, (y,), {})
+    assert way.startswith("'e' has a scale of its own, and the enumerated 'z' keeps units")
+    assert len(way) <= 240
+    if centred:
+        assert ngvi.advise(there, y, summed=True).guide is ngvi.AutoHierarchical
+
+
 def test_a_model_that_is_nan_where_all_of_its_latents_are_one_has_a_verdict() -> None:
     """Which begins at a draw of the guide."""
 
