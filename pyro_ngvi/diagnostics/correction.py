@@ -51,8 +51,9 @@ MANY, NUMBERS = 4000, 4_000_000
 #: draws of r where fewer leave it open whether the guide is off, or whether weights can be relied on;
 #: and where these leave the latter open, at which k-hat has an error of 0.1
 MORE, MOST_DRAWS = 2000, 8000
-#: copies of one draw in what is read above which that is of more draws, and how many times as many
-COPIES, POOL = 10.0, 4
+#: copies of one draw in what is read, and the share of it, above which that is of more draws, and how
+#: many times as many
+COPIES, SHARE, POOL = 10.0, 0.01, 4
 #: draws at which twice the points are tried, nats by which they may change, and the most for a unit
 TRIED, FINE, MOST_POINTS = 250, 1e-3, 1024
 
@@ -154,11 +155,11 @@ def for_resampling(
     fitted: Fitted, count: int, batch_size: int | None = None, likelihoods: Any = ()
 ) -> Draws:
     """Draws of r of which ``count`` are to be taken by weight: as many, or ``POOL`` times, as memory
-    allows, where one of these would be in more than ``COPIES`` of them, and ends of intervals jump."""
+    allows, where one of these would be so many of them that ends of intervals jump."""
     draws = fitted.draw(count, batch_size, likelihoods)
     copies = count * float(np.exp(draws.weights.psis_log_weights.max()))
     held = sum(x[0].numel() for x in (*draws.sites.values(), *draws.log_likelihood.values()))
-    if copies <= COPIES or POOL * count * held > MOST_DOUBLES:
+    if copies <= max(COPIES, SHARE * count) or POOL * count * held > MOST_DOUBLES:
         return draws
     return fitted.draw(POOL * count, batch_size, likelihoods)
 

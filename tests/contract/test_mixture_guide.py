@@ -337,11 +337,11 @@ def test_a_batch_of_points_is_led_to_the_modes_near_them(monkeypatch: pytest.Mon
 def test_the_ladder_keeps_a_mode_that_the_first_guide_was_in(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A flow that goes to the other mode, with .92 of the mass, would be called good: .08 nats."""
+    """A flow that goes to the other mode, with .94 of the mass, would be called good: .06 nats."""
     torch.set_default_dtype(torch.float32)  # the paths for the first guide find one of two modes
     monkeypatch.setattr(Search, "scouted", lambda self, points: [])
     monkeypatch.setattr("pyro_ngvi.diagnostics.verdict.mirrored", lambda *args: "")
-    torch.manual_seed(5)
+    torch.manual_seed(36)
     y = torch.cat([0.6 * torch.randn(9) - 3.0, 0.6 * torch.randn(8) + 3.0, torch.randn(3)])
 
     def model(y: torch.Tensor) -> None:
@@ -353,7 +353,7 @@ def test_the_ladder_keeps_a_mode_that_the_first_guide_was_in(
     data = dist.StudentT(1.0, m, 0.4).log_prob(y[:, None]).sum(0)
     log_p = dist.Normal(0.0, 5.0).log_prob(m) + data
     left = float(torch.softmax(log_p, 0)[m < 0.0].sum())
-    fit = ngvi.fit(model, y, guide="auto", seed=2, progress=False)
+    fit = ngvi.fit(model, y, guide="auto", seed=0, progress=False)
     names = ["AutoFullRankNormal", "AutoCouplingFlow", "AutoMixtureNormal"]
     assert [rung.guide for rung in fit.rungs] == names
     assert [rung.decision for rung in fit.rungs[:2]] == ["unusable", "intervals"]

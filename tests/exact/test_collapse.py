@@ -357,6 +357,7 @@ def test_no_draw_stands_for_many_where_more_can_be_had(
 ) -> None:
     """One that comes 36 times among 1,000 moves the ends of intervals."""
     monkeypatch.setattr("pyro_ngvi.diagnostics.correction.COPIES", copies)
+    monkeypatch.setattr("pyro_ngvi.diagnostics.correction.SHARE", 0.0)
     pyro.set_rng_seed(0)
     guide = fitted(schools, Y, steps=60)
     data = ngvi.to_arviz(schools, guide, Y, num_samples=500, seed=0, corrected=True)
