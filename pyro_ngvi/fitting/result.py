@@ -31,7 +31,7 @@ from .progress import gap_of_late
 from .ways import flat_in, prior_alone, way_on
 
 #: latent variables times data up to which a fit is diagnosed by short chains unasked
-LITTLE = 10_000
+LITTLE, MUCH = 10_000, 1_000_000
 #: data times points of the quadrature up to which units of a hierarchy are integrated out, or so
 SUMMED = 100_000
 #: numbers in the draws that are taken unasked
@@ -150,13 +150,14 @@ class Result:
 
     @cached_property
     def _of_guide(self) -> KHat | Diagnosis:
-        """The diagnosis, or k-hat, where latent variables times data are more than 10,000 (for units of
-        a hierarchy points of quadrature times data, 10^5), ``vmap`` cannot run the model, or the data
-        are minibatches."""
+        """The diagnosis; or k-hat where latent variables times data are more than 10,000, and it is good
+        or they are more than 10^6 (for units of a hierarchy points of quadrature times data, 10^5),
+        ``vmap`` cannot run the model, or the data are minibatches."""
         if self.is_spread or self._is_stream:
             return self.khat
         guide, d, data = self.guide, self._structure.d, self._structure.data
-        little = d * max(d, data) <= LITTLE
+        work = d * max(d, data)
+        little = work <= LITTLE
         with suppress(CannotBatch, ValueError):  # a chain may come where there is no density
             if isinstance(guide, AutoHierarchical) and (guide.units.is_block or not little):
                 # whose chains would take minutes
@@ -164,7 +165,7 @@ class Result:
                     how = self.model, guide, self.args, self.kwargs
                     found = without_chains(*how, self.khat)
                     return found or replace(self.khat, doubt=doubt_of(*how[1:]))
-            elif little:
+            elif little or (work <= MUCH and not self.khat.ok):
                 return self.diagnosis
         return self.khat
 

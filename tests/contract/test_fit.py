@@ -1204,6 +1204,24 @@ def test_coefficients_beside_a_concentration_are_no_effect() -> None:
     assert way_of_effect(model, (counts,), {}) == ""
 
 
+@pytest.mark.parametrize("kind", ["AutoFullRankNormal", "AutoMeanFieldNormal"])
+def test_short_chains_judge_larger_models_where_weights_doubt(kind: str) -> None:
+    """40 x 300 numbers are too many for chains unasked; of a wrong mean field they are taken."""
+    generator = torch.Generator().manual_seed(0)
+    C = torch.randn(300, 1, generator=generator) + 0.5 * torch.randn(300, 40, generator=generator)
+    y = C.sum(1) + torch.randn(300, generator=generator)
+
+    def model(C: Tensor, y: Tensor) -> None:
+        w: Any = pyro.sample("w", dist.Normal(torch.zeros(40), 1.0).to_event(1))
+        with pyro.plate("data", len(C)):
+            pyro.sample("y", dist.Normal(C @ w, 1.0), obs=y)
+
+    fit = ngvi.fit(model, C, y, guide=kind, seed=0, max_steps=20, progress=False)
+    full = kind == "AutoFullRankNormal"
+    wanted = ngvi.diagnostics.KHat if full else ngvi.diagnostics.Diagnosis
+    assert isinstance(fit.verdict, wanted) and fit.verdict.ok == full
+
+
 @pytest.mark.parametrize("centred", [False, True])
 def test_an_enumerated_site_beside_an_effect_is_named(centred: bool) -> None:
     """Capture and recapture of animals that differ: the sum over who is there goes into the data."""
