@@ -150,7 +150,7 @@ class Result:
 
     @cached_property
     def _of_guide(self) -> KHat | Diagnosis:
-        """The diagnosis; or k-hat where latent variables times data are more than 10,000, and it is good
+        """The diagnosis; k-hat where latent variables times data are more than 10,000, and it is good
         or they are more than 10^6 (for units of a hierarchy points of quadrature times data, 10^5),
         ``vmap`` cannot run the model, or the data are minibatches."""
         if self.is_spread or self._is_stream:
