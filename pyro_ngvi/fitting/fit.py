@@ -288,8 +288,7 @@ def fit(
         max_steps: steps after which to stop in any case; ``None`` for no such limit, as ``max_time``.
         max_time: the same in seconds, of which the search for a start takes half at most.
         tol: nats of ELBO that may be left to gain within the guide's family; 0 to go on to a limit.
-        seed: of all random numbers of torch, NumPy and Python, which are others than those after
-            ``pyro.set_rng_seed(seed)``, that the data may have been drawn by.
+        seed: of torch, NumPy and Python; other numbers than after ``pyro.set_rng_seed(seed)``.
         compile: whether to :func:`pyro_ngvi.compile`; ``"auto"``: after five seconds and 300 steps.
         distributed: options of :func:`pyro_ngvi.distributed.wrap`, ``{"plates": ["data"]}``, for a run
             on several processes, whose reads are calls of all of them, but ``print``, ``elbo`` and

@@ -26,7 +26,7 @@ from .laplace import LARGEST
 
 #: steps of the Gaussian start
 STEPS = 200
-#: largest d for which a guide searches unasked; with a Cholesky factor up to ``LARGEST``
+#: largest d for which a guide searches unasked, none at 0; with a Cholesky factor ``LARGEST``
 UNASKED = 200
 
 
