@@ -16,8 +16,8 @@ _ASKED, GRACE = ContextVar("asked", default=math.inf), 5.0
 
 
 def ending_by(end: float) -> AbstractContextManager[None]:
-    """Searches in here end by then, a time of ``time.monotonic()``."""
-    return setting(_END, end)
+    """Searches in here end by then, a time of ``time.monotonic()``, or before."""
+    return setting(_END, min(end, _END.get()))
 
 
 def until_asked() -> AbstractContextManager[None]:

@@ -71,6 +71,8 @@ class Search:
     within: float = COMPARABLE
     #: Gaussians in a row without a larger ELBO that end a path
     falling: int = 3
+    #: whether it ends without a start where log p is not concave
+    only_concave: bool = False
 
     def __init__(self, density: LogDensity, like: Tensor) -> None:
         self.density, self.d, self.evaluations = density, len(like), 0
@@ -213,11 +215,18 @@ class Search:
             enough = near == len(reached) == STARTS or (len(reached) >= AGAIN and near >= NEAR)
             if convex or enough or self.evaluations > self.budget or is_late():
                 break
+            if self.only_concave:  # in a funnel, say, natural gradients go further
+                return Found(None, tuple(reached), -torch.inf, self.evaluations)
         reached += [] if convex else self.scouted(points)
         best, taken = self.final(), self.evaluations
         before, found = self.elbo(family, given), []
         if best is not None:
             found.append(self.member(best, family))
+            if self.d > FEW and type(family) is type(
+                self.compared
+            ):  # moved since its path has ended
+                first = reached.index(max(reached))
+                reached[first] = max(reached[first], self.elbo(family, found[0]))
             # where no other point leads may be no mass, as with a scale of 0 and effects that are equal
             few = self.d <= FEW  # else no end of a path has been moved by steps on expectations
             if (near == 1 or not few) and not convex and best.spread > SAME and not is_late():
@@ -316,9 +325,16 @@ class Search:
 
 
 def best_gaussian(
-    density: LogDensity, family: Any, given: Tensors, points: Iterable[Tensor]
+    density: LogDensity,
+    family: Any,
+    given: Tensors,
+    points: Iterable[Tensor],
+    only_concave: bool = False,
 ) -> Found:
-    """The member of ``family`` nearest to the best Gaussian to which the ``points`` (d,) lead."""
+    """The member of ``family`` nearest to the best Gaussian to which the ``points`` (d,) lead; none, if
+    so asked, where log p is not concave as far as one path sees."""
     # no gradients of parameters of the model; those in theta are asked for
     with own_random_state(apart(0)), torch.no_grad():
-        return Search(density, given["loc"]).run(family, given, points)
+        search = Search(density, given["loc"])
+        search.only_concave = only_concave
+        return search.run(family, given, points)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -21,13 +23,17 @@ from ..runtime.model_density import ModelDensity
 from ..runtime.pyro_adapter import is_marked, model_as_given, unblocked
 from .ascent import ascended
 from .centers import init_to_center
+from .deadline import ending_by
 from .found import Found
 from .laplace import LARGEST
 
 #: steps of the Gaussian start
 STEPS = 200
-#: largest d for which a guide searches unasked, none at 0; with a Cholesky factor ``LARGEST``
+#: largest d for which a guide searches unasked, none at 0; with a Cholesky factor ``LARGEST``, where
+#: log p is concave
 UNASKED = 200
+#: seconds that a search unasked may take
+PATIENCE = 20.0
 
 
 def _sites(guide: Any, args: Any, kwargs: Any) -> dict[str, Any]:
@@ -130,7 +136,9 @@ def find_laplace(guide: Any, start: Tensor, given: Tensors, args: Any, kwargs: A
         points = start_points(guide._unconstrained_shapes, model, start, args, kwargs)
         with own_random_state():  # a prototype draws
             density = _density_alone(model, start, args, kwargs)
-            found = guide.search(density, guide.family, given, points)
+            with ending_by(math.inf if asked else time.monotonic() + PATIENCE):
+                how = {"only_concave": True} if not asked and d > UNASKED else {}
+                found = guide.search(density, guide.family, given, points, **how)
     except Exception:
         if asked:
             raise

@@ -597,8 +597,9 @@ def test_a_mode_without_mass_is_no_start() -> None:
     guide()
     report: Any = guide.start_report
     path, *others, steps = report.elbos
-    # the path takes s to 0, and has a larger ELBO than the point start; the effects have s = 0.8
-    assert report.given < path < steps - 100.0 and steps > max(others) + 3.0
+    # the path takes s to 0, and has a larger ELBO than the point start; the effects have s = 0.8, and
+    # steps on expectations from the best of the others end where natural gradients do
+    assert report.given < path < steps - 100.0 and abs(steps - max(others)) < 1.0
     assert 0.6 < float(guide.median()["s"]) < 1.1
 
 
