@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
@@ -30,8 +31,9 @@ from .plot import plot_steps
 from .progress import gap_of_late
 from .ways import flat_in, prior_alone, way_on
 
-#: latent variables times data up to which a fit is diagnosed by short chains unasked
-LITTLE, MUCH = 10_000, 1_000_000
+#: latent variables times data up to which a fit is diagnosed by short chains unasked; up to which it is
+#: where weights have doubts, and took no more than so many seconds: chains take ten times that, or more
+LITTLE, MUCH, PATIENT = 10_000, 1_000_000, 0.6
 #: data times points of the quadrature up to which units of a hierarchy are integrated out, or so
 SUMMED = 100_000
 #: numbers in the draws that are taken unasked
@@ -60,6 +62,9 @@ class Result:
         self._forget()
 
     # --- how it came about
+
+    #: seconds that k-hat took
+    _weighing = 0.0
 
     def record(self, seconds: float) -> None:
         """Note a step."""
@@ -123,9 +128,11 @@ class Result:
         """Whether the draws may be taken as they are, from 1,000 of them at a fixed seed, fewer where
         they have more than 5 * 10^7 numbers."""
         model, args = self._call
-        return diagnostics.khat(
-            model, self.guide, *args, num_samples=self._draws, seed=0, **self.kwargs
-        )
+        start = time.thread_time()  # of this thread: it does not depend on what else a machine does
+        how: Any = {"num_samples": self._draws, "seed": 0}
+        found = diagnostics.khat(model, self.guide, *args, **how, **self.kwargs)
+        self._weighing = time.thread_time() - start
+        return found
 
     @cached_property
     def diagnosis(self) -> Diagnosis:
@@ -151,8 +158,8 @@ class Result:
     @cached_property
     def _of_guide(self) -> KHat | Diagnosis:
         """The diagnosis; k-hat where latent variables times data are more than 10,000, and it is good
-        or they are more than 10^6 (for units of a hierarchy points of quadrature times data, 10^5),
-        ``vmap`` cannot run the model, or the data are minibatches."""
+        or took long, or they are more than 10^6 (for units of a hierarchy points of quadrature
+        times data, 10^5), ``vmap`` cannot run the model, or the data are minibatches."""
         if self.is_spread or self._is_stream:
             return self.khat
         guide, d, data = self.guide, self._structure.d, self._structure.data
@@ -165,7 +172,9 @@ class Result:
                     how = self.model, guide, self.args, self.kwargs
                     found = without_chains(*how, self.khat)
                     return found or replace(self.khat, doubt=doubt_of(*how[1:]))
-            elif little or (work <= MUCH and not self.khat.ok):
+            elif little:
+                return self.diagnosis
+            elif work <= MUCH and not self.khat.ok and self._weighing <= PATIENT:
                 return self.diagnosis
         return self.khat
 
