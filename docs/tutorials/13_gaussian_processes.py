@@ -163,8 +163,8 @@ fit
 # disturb each other. Adam gets a short memory, as the first gradients are large and say little.
 #
 # The run ended at the limit of 30 steps; the kernel still moves a little. The verdict judges the
-# joint posterior of all 400 function values by importance weights, and does not trust it: the
-# weights rest on few draws, as is common with hundreds of latent variables. What we want of this
+# joint posterior of all 400 function values by importance weights, and does not trust it: their
+# k-hat is too large, as is common with hundreds of latent variables. What we want of this
 # posterior are predictions, one input at a time. Those can be checked, and are below.
 # `guide.predict` has mean and variance of $f$ at any inputs, and one integral turns them into a
 # probability:

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 #: draws behind an expected Hessian
 DRAWS = 8
-#: steps at most, and at least, if evaluations of the log density are many
-MOST, LEAST, MANY = 40, 4, 16_000
+#: steps at most, and at least, if evaluations of the log density are many; after which q is to be near
+MOST, LEAST, MANY, SOME = 40, 4, 16_000, 6
 #: nats that may be left, and a gain that may be that of the few draws behind an ELBO
 LEFT, GAIN = 0.03, 0.1
 
@@ -62,6 +62,7 @@ def smoothed(search: Search, q: Gaussian, family: Any) -> tuple[Tensor, Tensor]:
         units = (Q / h) @ Q.mT @ away
         energy = 0.5 * length**2 + 0.25 * float((units * units.mT).sum())
         spent = k + 1 >= LEAST and search.evaluations - before > MANY
+        spent |= k + 1 >= SOME and energy > d  # other points may lead to more
         if energy * 4.0 / (3.0 * (k + 1)) < LEFT or spent or is_late():
             break
     return best
