@@ -337,11 +337,11 @@ def test_a_batch_of_points_is_led_to_the_modes_near_them(monkeypatch: pytest.Mon
 def test_the_ladder_keeps_a_mode_that_the_first_guide_was_in(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A flow that goes to the other mode, with .94 of the mass, would be called good: .06 nats."""
+    """A flow that goes to the other mode, with .87 of the mass, would be called good: .14 nats."""
     torch.set_default_dtype(torch.float32)  # the paths for the first guide find one of two modes
     monkeypatch.setattr(Search, "scouted", lambda self, points: [])
     monkeypatch.setattr("pyro_ngvi.diagnostics.verdict.mirrored", lambda *args: "")
-    torch.manual_seed(36)
+    torch.manual_seed(158)
     y = torch.cat([0.6 * torch.randn(9) - 3.0, 0.6 * torch.randn(8) + 3.0, torch.randn(3)])
 
     def model(y: torch.Tensor) -> None:
