@@ -341,7 +341,7 @@ STEPS = (
     Mutant(
         "start: steps on expectations without their Hessian",
         "guides/expectations.py",
-        "absolute(torch.lerp(precision, H, share))",
+        "torch.lerp(precision, H, share)",
         "precision",
         ("test_laplace_start",),
     ),

@@ -73,7 +73,8 @@ def to_arviz(
     keeps the guide's own, and in ``resampled_from`` which of them each is. It can correct what k-hat
     finds correctable, no more. With ``corrected`` draws of an
     :class:`~pyro_ngvi.AutoHierarchical` are resampled ones of :func:`pyro_ngvi.diagnostics.corrected`,
-    of four times as many where one would come more than ten times; statistics are then of those taken.
+    of four times as many where one would come more than ten times and be more than one in a hundred;
+    statistics are then of those taken.
 
     The attributes of the container and of ``posterior`` hold ``decision`` ("intervals", "resample",
     "unusable" or "unclear") and ``verdict``, the same in words (:class:`~pyro_ngvi.diagnostics.KHat`);

@@ -216,7 +216,8 @@ class Search:
             if convex or enough or self.evaluations > self.budget or is_late():
                 break
             if self.only_concave:  # in a funnel, say, natural gradients go further
-                return Found(None, tuple(reached), -torch.inf, self.evaluations)
+                before = self.elbo(family, given)
+                return Found(None, tuple(reached), before, self.evaluations)
         reached += [] if convex else self.scouted(points)
         best, taken = self.final(), self.evaluations
         before, found = self.elbo(family, given), []
@@ -225,8 +226,8 @@ class Search:
             if self.d > FEW and type(family) is type(
                 self.compared
             ):  # moved since its path has ended
-                first = reached.index(max(reached))
-                reached[first] = max(reached[first], self.elbo(family, found[0]))
+                at = reached.index(best.elbo)
+                reached[at] = max(reached[at], self.elbo(family, found[0]))
             # where no other point leads may be no mass, as with a scale of 0 and effects that are equal
             few = self.d <= FEW  # else no end of a path has been moved by steps on expectations
             if (near == 1 or not few) and not convex and best.spread > SAME and not is_late():

@@ -103,7 +103,8 @@ def forbid_waiting() -> Iterator[None]:
 
 def apart(seed: int, stream: int = 0) -> int:
     """The seed of a stream that shares no numbers with another, nor with ``torch.manual_seed(seed)``:
-    data that users have drawn so must not be the noise by which their model is judged."""
+    data that users have drawn so must not be the noise by which their model is judged.  Stream 0 is
+    that of searches and integrals, 1 of :func:`pyro_ngvi.fit`, the others of what reads a guide."""
     return int(np.random.SeedSequence([stream + 1, seed]).generate_state(1)[0])
 
 

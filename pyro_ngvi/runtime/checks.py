@@ -186,9 +186,8 @@ def check_data(checked: Sites, program: Program, values: Values) -> None:
         try:
             _validated_log_prob(site)
         except ValueError:
-            with pyro.validation_enabled(
-                False
-            ):  # whether it is, distributions ask when they are used
+            # distributions ask whether to validate when they are used, not when they are made
+            with pyro.validation_enabled(False):
                 unchecked = look(program, values).get(name)
                 if unchecked is None:
                     raise
