@@ -685,7 +685,7 @@ def test_signals_end_it_with_a_checkpoint(number: int, reason: str, tmp_path: Pa
     fit = ngvi.fit(logistic, A, b, seed=0, callbacks=[kill], checkpoint=path)
     assert fit.why_stopped == reason and len(fit.losses) == 2
     assert signal.getsignal(number) is before
-    assert len(fit.khat.log_weights) >= 1000
+    assert fit.khat.log_weights.shape == (16_000,)  # by 1,000 they are in doubt
     pyro.clear_param_store()
     resumed = ngvi.load(path, logistic).resume(A, b)
     assert resumed.why_stopped == "converged"

@@ -78,15 +78,13 @@ def test_the_estimates_are_exact_for_linear_chains() -> None:
 def test_errors_of_a_guide_are_found(mean: float, sd: float) -> None:
     """The guide is a standard normal, the posterior another one, in 3 entries."""
     model, guide = gaussian(mean, sd, 3), gaussian(0.0, 1.0, 3)
-    found = ngvi.diagnose(model, guide, seed=0)
+    found = ngvi.diagnose(model, guide, seed=1)
     x = found.sites["x"]
     assert (x.mean - mean / sd).abs().max() < 4.0 * x.mean_error.max() + 0.1 * abs(mean / sd)
     assert (x.log_sd - math.log(sd)).abs().max() < 4.0 * x.log_sd_error.max() + 0.1
     right = mean == 0.0 and sd == 1.0
     assert found.ok == right == x.is_good
-    weights = found.khat.decision  # which may be relied on where the guide is off
-    off = "resample" if weights == "resample" or not x.is_off else "unusable"
-    assert found.decision == ("intervals" if right else off)
+    assert found.decision == ("intervals" if right else "unusable" if x.is_off else "resample")
 
 
 def test_standard_errors_are_those_of_the_estimates() -> None:
