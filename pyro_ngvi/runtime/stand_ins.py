@@ -1,4 +1,4 @@
-"""What ``torch.func.vmap`` cannot run of Pyro's and torch's distributions, written anew for it."""
+"""What ``torch.func.vmap`` cannot run, or does slowly, of Pyro's and torch's distributions."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,11 +9,16 @@ import torch
 import torch.distributions as td
 from pyro.ops import special
 from torch import Tensor
-from torch.distributions import dirichlet
+from torch.distributions import dirichlet, multivariate_normal
 from torch.distributions.utils import broadcast_all
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..linalg.triangular import Solve
+
 DIRICHLET = dirichlet._Dirichlet
+MAHALANOBIS = multivariate_normal._batch_mahalanobis
+#: entries of a Gaussian vector from which one solve for all particles is worth a function of ours
+LARGE = 64
 
 
 class SafeLog:
@@ -67,12 +72,21 @@ def multinomial_log_prob(self: td.Multinomial, value: Tensor) -> Tensor:
     return orders + (logits * value).sum(-1)
 
 
+def batch_mahalanobis(bL: Tensor, bx: Tensor) -> Tensor:
+    """x' (L L')^-1 x, in ``MultivariateNormal``, by one solve for all particles that share L."""
+    if bL.dim() != 2 or len(bL) < LARGE:
+        return MAHALANOBIS(bL, bx)
+    w: Any = Solve.apply(bL, bx, False)
+    return w.square().sum(-1)
+
+
 #: the class or module, the name in it, what is there, and what stands in for it
 STAND_INS: tuple[tuple[Any, str, Any, Any], ...] = (
     (special, "_SafeLog", special._SafeLog, SafeLog),
     (dirichlet, "_Dirichlet", DIRICHLET, DirichletDraw),
     (td.Multinomial, "sample", td.Multinomial.sample, multinomial_sample),
     (td.Multinomial, "log_prob", td.Multinomial.log_prob, multinomial_log_prob),
+    (multivariate_normal, "_batch_mahalanobis", MAHALANOBIS, batch_mahalanobis),
     (dist.OrderedLogistic, "__init__", dist.OrderedLogistic.__init__, ordered_logistic),
 )
 
