@@ -8,8 +8,9 @@ by fixed points x_q with weights w_q for N(0, I_k), f_q = m + L x_q, L L' = C (P
 
 First derivatives of log p are enough, whatever the distribution.  For k = 1, g and 2 dE/dv = H are the
 exact derivatives of the quadrature sum, so a fixed point of updates with them is a stationary point of
-the very bound that is reported.  Points: Gauss-Hermite for k = 1, exact to degree 2 Q - 1; their
-products for k = 2, 3; for k > 3 Sobol points with their antipodes, scaled to have the identity as
+the very bound that is reported.  Points: Gauss-Hermite for k = 1, exact to degree 2 Q - 1, and more of
+them where log p has kinks (Laplace, quantiles), which updates would put between points; products for
+k = 2, 3; for k > 3 Sobol points with their antipodes, scaled to have the identity as
 covariance, so exact to degree 3.
 
 At the prior, expectations tell nothing of where the data are: under a wide one they are flat or
@@ -45,6 +46,9 @@ from ..linalg.spectral import positive_part
 
 #: orders of the product rules by the number of entries of f, and the number of Sobol points beyond
 ORDERS, SOBOL = {1: 32, 2: 14, 3: 9}, 1024
+#: the most points of a rule for one entry that is not smooth, nats that fewer may move the sum of
+#: E log p by, and roundings of its terms that are no difference
+MOST_POINTS, MISSED, ROUNDINGS = 256, 0.01, 8.0
 #: rounds at most, the longest step of one, and steps so short that they end them
 ROUNDS, LONGEST, SHORT = 16, 2.0, 0.2
 #: by what factor a variance changes in a round at most
@@ -89,6 +93,37 @@ def _points(k: int, count: int, dtype: torch.dtype, device: torch.device) -> Poi
     factor = torch.linalg.cholesky(x.mT @ x / len(x))
     x = torch.linalg.solve_triangular(factor, x.mT, upper=False).mT
     return Points(x.to(**how), torch.full((len(x),), 1.0 / len(x), **how))
+
+
+def enough_points(
+    log_likelihood: Callable[[Mapping[str, Tensor]], dict[str, Tensor]],
+    marginals: Mapping[str, tuple[Tensor, Tensor]],
+    weights: Mapping[str, Any],
+) -> dict[str, int]:
+    """How many points the groups of one entry need, twice as many until the next change their sums of
+    E log p, by ``weights``, no more."""
+    counts = {name: ORDERS[1] for name, (mean, _) in marginals.items() if mean.shape[-1] == 1}
+
+    @torch.no_grad()
+    def sums(counts: Mapping[str, int]) -> dict[str, Tensor]:
+        points = {
+            name: quadrature_points(mean.shape[-1], counts.get(name), mean)
+            for name, (mean, _) in marginals.items()
+        }
+        found = expectations(log_likelihood, marginals, points, derivatives=False)
+        return {name: weights[name] * found[name].value for name in counts}
+
+    before, rough = sums(counts) if counts else {}, set(counts)
+    while rough:
+        after = sums({name: count << (name in rough) for name, count in counts.items()})
+        for name in tuple(rough):
+            x, eps = after[name], torch.finfo(after[name].dtype).eps
+            error = (x - before[name]).abs().sum() - ROUNDINGS * eps * x.abs().sum()
+            counts[name] <<= host_bool(error > MISSED) is True
+            if counts[name] >= MOST_POINTS or host_bool(error > MISSED) is not True:
+                rough.remove(name)
+        before = after
+    return counts
 
 
 def expectations(

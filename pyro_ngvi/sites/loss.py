@@ -34,7 +34,13 @@ from .algebra import Pairs, Snapshot, shallow_copy
 from .bound_model import BoundModel
 from .checks import check_seen
 from .dense import WhitePosterior
-from .expectation import Expected, expectations, first_targets, quadrature_points
+from .expectation import (
+    Expected,
+    enough_points,
+    expectations,
+    first_targets,
+    quadrature_points,
+)
 from .probe_points import same
 from .site_guide import SiteGuide, find_sites
 
@@ -90,8 +96,9 @@ class SitesELBO(ELBO):
     Args:
         num_particles: draws of latent sites of other guides in an ``AutoGuideList``; without such
             guides the bound is deterministic and this has no effect.
-        num_points: quadrature points per entry of f for up to three (default 32, 14, 9), in all for
-            more (default 1024).  Compare :meth:`loss` with twice as many.
+        num_points: quadrature points per entry of f for up to three (default 32, 14, 9; for one up to
+            256, where the likelihood is not smooth), in all for more (default 1024).  Compare
+            :meth:`loss` with twice as many.
 
     Raises:
         ValueError: for arguments out of range; when called, for a guide without an ``AutoSites``, or
@@ -192,8 +199,15 @@ class SitesELBO(ELBO):
             at = algebra.at(call, chosen, view, algebra.posterior(view, algebra.evidence))
         q, marginals = at.posterior, at.marginals
         count, like = self.num_points, call.plan.zero()
-        points = {g.name: quadrature_points(g.width, count, like) for g in call.plan.groups}
         of_f = {name: m.whole for name, m in marginals.items()}
+        if derivatives and count is None and block.counts is None and not block.fresh:
+            weights = {name: call.weight(name) for name in of_f}
+            block.counts = enough_points(call.log_likelihood, of_f, weights)
+        counts = {} if block.counts is None else block.counts
+        points = {
+            g.name: quadrature_points(g.width, count or counts.get(g.name), like)
+            for g in call.plan.groups
+        }
         targets = expected = expectations(call.log_likelihood, of_f, points, derivatives)
         if derivatives and block.fresh:
             targets = first_targets(call.log_likelihood, of_f, points, algebra.ranks)

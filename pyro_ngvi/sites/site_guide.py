@@ -37,7 +37,7 @@ class SiteGuide(MadeAtFirstCall):
     """A guide whose parameters are the sites of single data: nu (N, k) and Lambda (N, k, k) by group.
 
     ``plan`` is ``None`` before the first call; ``fresh`` whether no site has been moved yet;
-    ``curvature`` what the loss leaves for the optimizer, once.
+    ``curvature`` what the loss leaves for the optimizer, once; ``counts`` how many points it takes.
     """
 
     #: what a guide of ours says whose blocks are sites, which CVI alone steps
@@ -62,6 +62,7 @@ class SiteGuide(MadeAtFirstCall):
         self.plan: ModelStructure | None = None
         self.last_step = LastStep()
         self.curvature: Any = None
+        self.counts: dict[str, int] | None = None
         self.fresh = True
 
     # --- the model

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from pyro_ngvi.linalg.cubature import gauss_hermite
-from pyro_ngvi.sites.expectation import ORDERS, Expected, expectations, quadrature_points
+from pyro_ngvi.sites.expectation import (
+    MOST_POINTS,
+    ORDERS,
+    Expected,
+    enough_points,
+    expectations,
+    quadrature_points,
+)
 
 LogP = Callable[[Tensor], Tensor]
 SHAPES = [1, 2, 3, 5]
@@ -39,7 +46,7 @@ def marginals(k: int, n: int = 4, scale: float = 1.0) -> tuple[Tensor, Tensor]:
 
 def each(mean: Tensor, v: float) -> tuple[Tensor, Tensor]:
     """m (N,) and one variance, as marginals of k = 1."""
-    return mean[:, None], torch.full((len(mean), 1, 1), v)
+    return mean[:, None], torch.full((len(mean), 1, 1), v).to(mean)
 
 
 # --- the points
@@ -285,3 +292,48 @@ def test_groups_with_other_numbers_of_points_share_a_run() -> None:
     alone = expected(lambda f: -f[..., 0].pow(4), *at["a"])
     for ours, theirs in zip(both["a"], alone, strict=True):
         assert (ours.double() - theirs.double()).abs().max() < 1e-11
+
+
+# --- how many points
+
+
+def laplace_terms(m: Tensor, v: float) -> Tensor:
+    """E log p(0 | f) of a Laplace likelihood of scale 1, f ~ N(m, v): |f| is folded normal."""
+    sd = v**0.5
+    normal = torch.distributions.Normal(0.0, 1.0)
+    folded = 2.0 * sd * normal.log_prob(m / sd).exp() + m * (2.0 * normal.cdf(m / sd) - 1.0)
+    return -math.log(2.0) - folded
+
+
+def counted(log_p: LogP, mean: Tensor, v: float, weight: float = 1.0) -> int:
+    at = {"y": each(mean, v)}
+    return enough_points(lambda f: {"y": log_p(f["y"])}, at, {"y": weight})["y"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_smooth_data_keep_their_points(dtype: torch.dtype) -> None:
+    mean = torch.linspace(-3.0, 3.0, 2000, dtype=dtype)
+    assert counted(lambda f: -torch.nn.functional.softplus(f[..., 0]), mean, 0.3) == ORDERS[1]
+    assert counted(lambda f: -(f[..., 0].exp()), mean, 0.3) == ORDERS[1]
+
+
+def test_kinks_get_more_points_and_a_smaller_error() -> None:
+    mean, v = torch.linspace(-1.0, 1.0, 300, dtype=torch.float64), 0.04
+
+    def log_p(f: Tensor) -> Tensor:
+        return -math.log(2.0) - f[..., 0].abs()
+
+    count = counted(log_p, mean, v)
+    assert count == MOST_POINTS
+    exact = laplace_terms(mean, v)
+    errors = [
+        (expected(log_p, *each(mean, v), n).value - exact).abs().sum() for n in (ORDERS[1], count)
+    ]
+    assert errors[0] > 0.1 and errors[1] < 0.15 * errors[0]
+    # of few data, or such as count for little, the error is too small to matter
+    assert counted(log_p, mean[:3], v) == counted(log_p, mean, v, weight=0.01) == ORDERS[1]
+
+
+def test_data_whose_expectation_is_not_finite_need_no_more_points() -> None:
+    mean = torch.linspace(-1.0, 1.0, 5, dtype=torch.float64)
+    assert counted(lambda f: torch.where(f[..., 0] > 0.0, 0.0, -math.inf), mean, 1.0) == ORDERS[1]
