@@ -13,6 +13,7 @@ from torch.distributions import constraints
 
 from ..linalg.cholesky import cholesky_or_nan
 from ..linalg.host import host_bool
+from ..linalg.triangular import solve
 from ..runtime.pyro_adapter import with_draws_held
 
 
@@ -160,8 +161,7 @@ class GaussianProcess(TorchDistribution):
         """log p(value) (...) in nats for ``value`` (..., N), in the batch shape at least."""
         if self._validate_args:
             self._validate_sample(value)
-        off = (value - self.loc).unsqueeze(-1)
-        noise = torch.linalg.solve_triangular(self.scale_tril, off, upper=False).squeeze(-1)
+        noise = solve(self.scale_tril, value - self.loc)
         squares = noise.square().sum(-1) + noise.shape[-1] * log(2 * pi)
         return -0.5 * squares - self.log_det_root()
 

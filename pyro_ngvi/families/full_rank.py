@@ -15,6 +15,7 @@ from ..linalg.cholesky import (
     inverse_cholesky_of_improved,
     inverse_cholesky_of_shifted,
 )
+from ..linalg.triangular import solve
 from .base import NormalFamily, Tensors, with_backward
 
 
@@ -96,14 +97,12 @@ class FullRankNormal(NormalFamily):
         return z, self.log_det(params).expand(noise.shape[:-1])
 
     def noise_of(self, params: Tensors, z: Tensor) -> Tensor:
-        x = z - params["loc"]
-        flat = x.reshape(-1, x.shape[-1])
-        return solve_triangular(params["scale_tril"], flat.mT, upper=False).mT.reshape(x.shape)
+        return solve(params["scale_tril"], z - params["loc"])
 
     def score(self, params: Tensors, z: Tensor) -> Tensors:
         L = params["scale_tril"].tril()
         w = self.noise_of(params, z)
-        g = solve_triangular(L.mT, w.mT, upper=True).mT
+        g = solve(L, w, transposed=True)
         # d(-log|det L|)/dL is diagonal for a triangular L
         scale = (g.unsqueeze(-1) * w.unsqueeze(-2)).tril() - torch.diag(1.0 / L.diagonal())
         return {"loc": g, "scale_tril": scale}

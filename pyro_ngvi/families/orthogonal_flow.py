@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.linalg import solve_triangular
 
 from ..linalg import stiefel
+from ..linalg.triangular import solve
 from .base import Family, Tensors, clamp_exponent, interpolate, log_normal
 
 #: largest |t|: the power of a tail stays within e^-T and e^T
@@ -119,8 +119,7 @@ class AffineMap:
     def inverse(self, params: Tensors, y: Tensor) -> Tensor:
         x = y - params[self.shift]
         if self.triangle:
-            flat, L = x.reshape(-1, x.shape[-1]), params[self.triangle].tril()
-            return solve_triangular(L, flat.mT, upper=False).mT.reshape(x.shape)
+            return solve(params[self.triangle].tril(), x)
         return x @ params[self.rotation] * (-params[self.log_scale]).exp()
 
     def log_det(self, params: Tensors, x: Tensor) -> Tensor:
@@ -133,7 +132,7 @@ class AffineMap:
         """Scores (n, ...) of the parts, and g_y (n, d), from x and delta (n, d) at the same draws."""
         if self.triangle:
             L = params[self.triangle].tril()
-            g = solve_triangular(L.mT, delta.mT, upper=True).mT
+            g = solve(L, delta, transposed=True)
             outer = g.unsqueeze(-1) * x.unsqueeze(-2)
             score = {self.triangle: -outer.tril() - torch.diag(1.0 / L.diagonal())}
         else:

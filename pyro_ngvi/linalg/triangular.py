@@ -11,15 +11,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
+#: rows and columns of L from which that is worth a function of ours
+LARGE = 64
+
+
+def solve(L: Tensor, x: Tensor, transposed: bool = False) -> Tensor:
+    """L^-1 x, or L^-T x if ``transposed``, of a lower triangular L (..., n, n) and x (..., n)."""
+    if L.dim() > 2:
+        L = L.mT if transposed else L
+        return torch.linalg.solve_triangular(L, x.unsqueeze(-1), upper=transposed).squeeze(-1)
+    found: Any = Solve.apply(L, x, transposed) if len(L) >= LARGE else _rows(L, x, transposed)
+    return found
+
+
+def _rows(L: Tensor, x: Tensor, transposed: bool) -> Tensor:
+    columns = x.reshape(-1, x.shape[-1]).mT
+    L = L.mT if transposed else L
+    return torch.linalg.solve_triangular(L, columns, upper=transposed).mT.reshape(x.shape)
+
 
 class Solve(torch.autograd.Function):
-    """L^-1 x, or L^-T x if ``transposed``, of a lower triangular L (n, n) and x (..., n)."""
+    """:func:`solve` with one L (n, n)."""
 
     @staticmethod
     def forward(L: Tensor, x: Tensor, transposed: bool) -> Tensor:
-        columns = x.reshape(-1, x.shape[-1]).mT
-        L = L.mT if transposed else L
-        return torch.linalg.solve_triangular(L, columns, upper=transposed).mT.reshape(x.shape)
+        return _rows(L, x, transposed)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:

@@ -13,12 +13,10 @@ from torch.distributions import dirichlet, multivariate_normal
 from torch.distributions.utils import broadcast_all
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..linalg.triangular import Solve
+from ..linalg.triangular import solve
 
 DIRICHLET = dirichlet._Dirichlet
 MAHALANOBIS = multivariate_normal._batch_mahalanobis
-#: entries of a Gaussian vector from which one solve for all particles is worth a function of ours
-LARGE = 64
 
 
 class SafeLog:
@@ -74,10 +72,7 @@ def multinomial_log_prob(self: td.Multinomial, value: Tensor) -> Tensor:
 
 def batch_mahalanobis(bL: Tensor, bx: Tensor) -> Tensor:
     """x' (L L')^-1 x, in ``MultivariateNormal``, by one solve for all particles that share L."""
-    if bL.dim() != 2 or len(bL) < LARGE:
-        return MAHALANOBIS(bL, bx)
-    w: Any = Solve.apply(bL, bx, False)
-    return w.square().sum(-1)
+    return solve(bL, bx).square().sum(-1) if bL.dim() == 2 else MAHALANOBIS(bL, bx)
 
 
 #: the class or module, the name in it, what is there, and what stands in for it

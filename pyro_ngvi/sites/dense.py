@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ..linalg.products import eye_like, matvec
+from ..linalg.triangular import solve
 from .algebra import Algebra, GaussianPotential, Pairs, SiteTensors, View
 from .bound_model import BoundModel, moves
 from .new_inputs import KnownInputs
@@ -99,8 +100,7 @@ class WhitePosterior:
 
     def draw(self, noise: Tensor) -> Tensor:
         """A draw for white ``noise`` (..., R)."""
-        scaled = torch.linalg.solve_triangular(self.root.mT, noise.unsqueeze(-1), upper=True)
-        return self.mean + scaled.squeeze(-1).flip(-1)
+        return self.mean + solve(self.root, noise, transposed=True).flip(-1)
 
 
 def remainders(

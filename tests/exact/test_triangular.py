@@ -2,17 +2,20 @@
 
 from typing import Any
 
+import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.infer.autoguide import AutoMultivariateNormal
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import grad, hessian, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import pyro_ngvi as ngvi
 from pyro_ngvi.curvature.derivatives import _load_rules, jvp
-from pyro_ngvi.linalg.triangular import Solve
-from pyro_ngvi.runtime.stand_ins import LARGE, stand_ins
+from pyro_ngvi.linalg.triangular import LARGE, Solve, solve
+from pyro_ngvi.runtime.stand_ins import stand_ins
 
 L = torch.randn(4, 4, generator=torch.Generator().manual_seed(0)).double().tril()
 L = L + 3.0 * torch.eye(4).double()
@@ -90,3 +93,28 @@ def test_a_gaussian_vector_has_one_matrix_for_all_particles() -> None:
     assert set(seen.shapes) == {(LARGE, LARGE)}
     torch.testing.assert_close(found, prior.log_prob(x))
     torch.testing.assert_close(slope, -(x - 1.0) @ prior.precision_matrix)
+
+
+@pytest.mark.parametrize("d", [5, LARGE])
+@transposed
+def test_rows_of_any_shape(d: int, transposed: bool) -> None:
+    generator = torch.Generator().manual_seed(d)
+    many = torch.randn(3, d, d, generator=generator).double().tril() / d + torch.eye(d).double()
+    for shape in [(d,), (2, d), (2, 3, d)]:
+        x = torch.randn(shape, generator=generator).double()
+        torch.testing.assert_close(solve(many[0], x, transposed), plain(many[0], x, transposed))
+    x = torch.randn(3, d, generator=generator).double()
+    torch.testing.assert_close(solve(many, x, transposed), plain(many, x, transposed))
+
+
+@pytest.mark.parametrize("kind", [ngvi.AutoFullRankNormal, ngvi.AutoSites, AutoMultivariateNormal])
+def test_draws_of_a_guide_have_one_matrix(kind: Any) -> None:
+    def model() -> None:
+        z = pyro.sample("z", dist.Normal(torch.zeros(LARGE), 1.0).to_event(1))
+        pyro.sample("y", dist.Normal(z, 1.0).to_event(1), obs=torch.ones(LARGE))
+
+    guide = kind(model)
+    guide()
+    with Solves() as seen:
+        ngvi.khat(model, guide, num_samples=30, seed=0)
+    assert seen.shapes and all(len(shape) == 2 for shape in seen.shapes)
