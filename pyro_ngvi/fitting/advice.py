@@ -27,10 +27,10 @@ from ..hierarchy.find import find_units
 from ..linalg.host import own_random_state
 from ..losses import BatchedELBO
 from ..optim.host import find_blocks
-from ..runtime.density import innermost, is_latent, site_kind
+from ..runtime.density import innermost, is_latent, is_minibatch, site_kind
 from ..runtime.pyro_adapter import is_marked
 from ..runtime.run import look
-from ..runtime.store import ModuleParams, OwnName, claim_name, rename
+from ..runtime.store import ModuleParams, OwnName, claim_name, rename, traced_params
 from ..sites import SitesELBO
 from ..sites.site_guide import SiteGuide, find_sites
 from .checkpoint import bare, called
@@ -49,20 +49,26 @@ ADAM = (
     "optim= is an optimizer or a function of the guide that gives one: for Adam pass "
     "pyro.optim.Adam({'lr': 0.01})."
 )
+#: latent variables above which sites are wanted where they can be had: no step of theirs has noise, of
+#: which a Cholesky factor gets d^2 / 2 numbers; and numbers of a design, and of products with it
+FEW, DESIGN, WORK = 100, 10**8, 10**11
 #: priors that :class:`~pyro_ngvi.AutoSites` alone follows to new inputs
 PROCESSES = GaussianProcess, GaussianStateSpace
 
 
 class Structure:
     """What a run of a model tells: ``d`` latent variables, numbers of all ``data``, the name of a
-    latent ``process``."""
+    latent ``process``, whether these are the ``whole`` data, none of which stands for others, and
+    whether it ``has_params`` that are trained beside the guide's."""
 
     def __init__(self, model: Any, args: Any, kwargs: Any) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
         # a draw of the prior may give the data a density that is not valid
         with poutine.block(), ModuleParams(), pyro.validation_enabled(False):
-            with naming_arguments(model, args, kwargs):
+            with naming_arguments(model, args, kwargs), poutine.trace(param_only=True) as seen:
                 found = look(model, {}, args, kwargs)
+        own = model.parameters() if isinstance(model, nn.Module) else ()
+        self.has_params = any(p.requires_grad for p in (*own, *traced_params(seen)))
         latents = [s for s in found.values() if is_latent(s) and not is_marked(s)]
         latents = [s for s in latents if not s["fn"].support.is_discrete]
         self.sizes = {
@@ -73,9 +79,11 @@ class Structure:
         self.process = next(iter(priors), None)
         self.data, kinds = 0.0, {name: site_kind(s) for name, s in found.items()}
         self.is_prior = not {"observed", "factor"} & set(kinds.values())
+        self.whole = not any(map(is_minibatch, found.values()))
         for site in (s for s in found.values() if kinds[s["name"]] == "observed"):
             shares = (f.size / f.full_size for f in site["cond_indep_stack"])
             self.data += torch.as_tensor(site["value"]).numel() / math.prod(shares)
+            self.whole &= bool((torch.as_tensor(site["scale"]) <= 1.0).all())
 
     @cached_property
     def units(self) -> Any:
@@ -85,9 +93,9 @@ class Structure:
         except (ValueError, NotImplementedError):  # why it has none; priors without draws
             return None
 
-    def guide(self) -> tuple[Any, str]:
-        """The guide to begin with, and why."""
-        if self.process is not None and sites_take(self.model, self.args, self.kwargs):
+    def guide(self, sites_too: bool = True) -> tuple[Any, str]:
+        """The guide to begin with, and why; ``sites_too``: if rule and loss may be those of sites."""
+        if sites_too and self.process is not None and self._sites_take():
             return sites.AutoSites, f"for the process {self.process}"
         units = self.units
         if units is not None:
@@ -95,7 +103,17 @@ class Structure:
             beside = sum(self.sizes.get(name, 0) for name in units.globals)
             if beside <= min(inside, FULL_RANK):
                 return AutoHierarchical, f"for {units}"
+        if sites_too and self._is_wide() and not self.has_params and self._sites_take():
+            return sites.AutoSites, f"for {self.d:,} latent variables, Gaussian a priori"
         return self.normal()
+
+    def _is_wide(self) -> bool:
+        """Whether a Gaussian over all latent variables is slow to find, and sites can be held."""
+        d, design = self.d, self.d * self.data
+        return self.whole and d > FEW and design <= DESIGN and min(d, self.data) * design <= WORK
+
+    def _sites_take(self) -> bool:
+        return sites_take(self.model, self.args, self.kwargs)
 
     def normal(self) -> tuple[Any, str]:
         """The Gaussian over all latent variables, and why."""
@@ -161,10 +179,11 @@ def advise(
 
     By the structure of the model alone; what is given is kept:
 
-    * guide: :class:`~pyro_ngvi.AutoSites` where a latent site is a Gaussian process or a chain of this
-      package, and it takes the model; :class:`~pyro_ngvi.AutoHierarchical` where at least half of the
-      latent variables are Gaussian ones of units, or of a block whose prior depends on the others, of
-      which there are at most 1,000; else a Gaussian over all of them:
+    * guide: :class:`~pyro_ngvi.AutoSites` where it takes the model, and a latent site is a Gaussian
+      process or a chain of this package, or there are more than 100 latent variables, all data, which
+      times them are at most 10^8, and no parameters; :class:`~pyro_ngvi.AutoHierarchical` where at
+      least half of the latent variables are Gaussian ones of units, or of a block whose prior depends
+      on the others, of which there are at most 1,000; else a Gaussian over all of them:
       :class:`~pyro_ngvi.AutoFullRankNormal` up to 1,000, :class:`~pyro_ngvi.AutoFactorNormal` up to
       100,000, :class:`~pyro_ngvi.AutoMeanFieldNormal` above.
     * optimizer: :class:`~pyro_ngvi.NGVB` where the family knows its Fisher matrix, ``CVI`` for sites,
@@ -201,7 +220,8 @@ def advise(
     is_prior, structure, units = False, None, None
     if guide is None:
         structure = Structure(model, args, kwargs)
-        (guide, why_guide), is_prior = structure.guide(), structure.is_prior
+        sites_too = rule in (None, sites.CVI) and isinstance(loss, SitesELBO | None)
+        (guide, why_guide), is_prior = structure.guide(sites_too), structure.is_prior
         units = structure.units if guide is AutoHierarchical else None
     kind = bare(guide) if _is_maker(guide) else type(guide)
     if rule is None:
@@ -288,7 +308,8 @@ def _loss_for(kind: type, rule: Any, num_particles: int | None, dim: Callable[[]
 
 def sites_take(model: Any, args: Any, kwargs: Any) -> bool:
     """Whether :class:`~pyro_ngvi.AutoSites`, which ``integrate`` fits too, takes a model."""
-    with suppress(ValueError), poutine.block(), own_random_state(), torch.no_grad():
+    # whatever a model says at points far from its prior, as a guide of another kind may never see
+    with suppress(Exception), poutine.block(), own_random_state(), torch.no_grad():
         with pyro.get_param_store().scope():
             sites.AutoSites(model, name="advice")(*args, **kwargs)
         return True

@@ -11,16 +11,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from pyro import poutine
-from torch import nn
 
 from ..diagnostics import Corrected
 from ..guides import AutoCouplingFlow, AutoMixtureNormal
 from ..guides.found import SHARE, held
 from ..hierarchy import AutoHierarchical
 from ..runtime.density import LatentLayout
-from ..runtime.run import look
-from ..runtime.store import traced_params
 from .advice import Structure
 from .checkpoint import called
 
@@ -69,7 +65,7 @@ def climb(structure: Structure, fit: Callable[..., Any], max_time: float | None)
         choices.append(AutoHierarchical)
     if structure.d <= FLOW:
         choices.append(AutoCouplingFlow)
-    if len(choices) > 1 and _has_params(structure):
+    if len(choices) > 1 and structure.has_params:
         del choices[1:]
     best: Any = None
     fits, rungs, start = [], [], time.monotonic()
@@ -167,13 +163,3 @@ def _loses_a_mode(found: Any, of: Any) -> bool:
 def _rung(guide: str, found: Any, began: float) -> Rung:
     decision, k, seconds = found.verdict.decision, found.khat, time.monotonic() - began
     return Rung(guide, k.elbo, k.elbo_error, k.khat, decision, str(found.why_stopped), seconds)
-
-
-def _has_params(structure: Structure) -> bool:
-    """Whether a model has parameters that are trained beside the guide's."""
-    model = structure.model
-    if isinstance(model, nn.Module) and any(p.requires_grad for p in model.parameters()):
-        return True
-    with poutine.trace(param_only=True) as seen:
-        look(model, {}, structure.args, structure.kwargs)
-    return bool(traced_params(seen))

@@ -992,6 +992,7 @@ def test_where_no_draws_are_usable_the_elbo_decides(monkeypatch: pytest.MonkeyPa
     structure: Any = SimpleNamespace(
         guide=lambda: (ngvi.AutoHierarchical, ""),
         units=SimpleNamespace(pooled=True),
+        has_params=False,
         d=3,
         model=lambda: None,
         args=(),
@@ -1028,7 +1029,7 @@ def test_corrected_draws_are_kept_up_to_the_evidence_that_they_give(
     structure: Any = SimpleNamespace(
         guide=lambda: (ngvi.AutoFullRankNormal, ""), units=object(), d=1000, model=lambda: None
     )
-    structure.args, structure.kwargs = (), {}
+    structure.args, structure.kwargs, structure.has_params = (), {}, False
     for name in ("verdict", "khat", "guide"):  # to be set
         monkeypatch.setattr(Result, name, None)
     assert climb(structure, fit, None).guide is kept
