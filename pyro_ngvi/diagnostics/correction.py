@@ -17,7 +17,7 @@ probability by more than half of that.
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from time import thread_time
@@ -40,9 +40,10 @@ from ..runtime.run import CannotBatch
 from .draws import MOST_DOUBLES, Draws, Fitted, guide_draws, resample
 from .khat import EVEN, FEWEST, KHat, khat_from_log_weights
 from .moved import Moved, by_site, derived, values_at
+from .shifts import shift_of
 from .slices import copula
 from .verdict import PATIENCE
-from .weights import MIN_DRAWS, shift_of
+from .weights import MIN_DRAWS
 
 #: draws behind the choice of r and, for each global, behind q's covariance, rounds, and where they end
 DRAWS, EACH, ROUNDS, LIGHT = 1000, 50, 3, 1.0 / 3.0
@@ -238,7 +239,8 @@ def moved_by_weights(
 
     def shifted(a: Tensor, b: Tensor) -> Moved:
         shift = shift_of(b.numpy(force=True), log_w, a.numpy(force=True))
-        return Moved(*map(torch.as_tensor, astuple(shift)), rho=torch.zeros(a.shape[1:]))
+        found = {name: torch.as_tensor(x) for name, x in vars(shift).items()}
+        return Moved(**found, rho=torch.zeros(a.shape[1:]))
 
     found = by_site(layout, own, new, shifted)
     few = MOST_DOUBLES // many
@@ -246,7 +248,7 @@ def moved_by_weights(
     if names:  # of deterministic sites
         found[0].update(derived(values_at(fitted.joint, names, of_guide), exact.sites, shifted))
     each = [m for part in found for m in part.values()]
-    undecided = not all(m.is_good or m.is_off for m in each)
+    undecided = not all(m.is_sure for m in each)
     if more == MORE and undecided and patient:
         if again := moved_by_weights(*how, better):
             return again

@@ -27,9 +27,10 @@ from ..runtime.model_density import ModelDensity
 from .chains import ADAPTING, run_chains
 from .correction import Corrected, decision_on, moved_by_weights
 from .draws import MOST_DOUBLES, guide_draws, random_state
-from .khat import BOUNDS, COARSE_MEAN, COARSE_SD, HALF, ROUGH, KHat, right_to
+from .khat import HALF, KHat
 from .moved import Moved, by_site, derived, moved, values_at
 from .over_batches import need_all_data
+from .shifts import BOUNDS, COARSE_MEAN, COARSE_SD, ROUGH, right_to
 from .verdict import khat
 
 #: k-hat above which weights know of mass that chains may not have reached: they have no mean; of more
@@ -152,8 +153,9 @@ class Diagnosis:
     def is_undecided(self) -> bool:
         """Whether a site is neither good nor off, as errors of the estimates are too large."""
         each = self._moved.values()
-        doubted = self.khat.ess > 0.0 and not all(m.is_good for m in each)
-        return doubted and not any(m.is_off for m in each)
+        return self.khat.ess > 0.0 and not (
+            all(m.is_sure for m in each) or any(m.is_off for m in each)
+        )
 
     @property
     def is_rough(self) -> bool:

@@ -7,11 +7,11 @@ from operator import itemgetter
 
 import numpy as np
 
+from .shifts import BOUNDS, COARSE_END, COARSE_MEAN, COARSE_SD, ROUGH, Shift, right_to
 from .weights import (
     FEWEST_OF_PART,
     MIN_DRAWS,
     PART,
-    Shift,
     Slope,
     Tail,
     find_tail,
@@ -20,19 +20,13 @@ from .weights import (
 )
 
 COARSE = 0.05  # nats of rounding above which equal and unequal weights look alike
-# The bounds were calibrated on the reference posteriors of ``benchmarks.reference_posteriors``: what is
-# called good there has no mean off by more than 0.3 sds and no sd by more than 30 %.
 NEGLIGIBLE = 0.01  # nats of KL that no reader of a posterior would notice
-COARSE_MEAN = 0.3  # sds
-COARSE_SD = float(np.log(1.3))
-ROUGH = COARSE_MEAN / 3, COARSE_SD / 3  # beyond which a richer guide is worth a try
 SMALL_KL = 0.5 * COARSE_MEAN**2  # nats: KL of two Gaussians whose means are that far apart
 HALF = 0.5  # a k-hat below which the weights have a variance; a share of the draws
 EVEN = 0.9  # share of the draws from which weights are all but equal, of which k-hat says little
 FEWEST = 0.1  # share of the draws below which weighted moments were up to 70 % off
 PARETO = 0.7  # the largest k-hat that more draws, 10^(1 / (1 - k)) of them, make reliable
 STEEP = 0.1  # sds by which a slope stands out of its noise where a fit has not ended
-BOUNDS = f"the bounds are {COARSE_MEAN} sd and {100 * np.expm1(COARSE_SD):.0f} %"
 
 
 @dataclass(frozen=True)
@@ -44,7 +38,8 @@ class KHat:
     the largest of them, above u, being Pareto distributed of shape k, scale c.  ``decision`` is one of
 
     * ``"intervals"``: means, sds and intervals of the draws may be taken as they are: two standard
-      errors included, smoothed weights move no mean by more than 0.3 sds and no sd by more than 30 %;
+      errors included, smoothed weights move no mean by more than 0.3 sds and no sd by more than 30 %,
+      nor, less noise, an end of a 95 % interval by more than 0.5 sds;
     * ``"resample"``: take resampled draws, as ``to_arviz(..., resample="psis")`` gives;
     * ``"unusable"``: neither can be relied on;
     * ``"unclear"``: the guide lacks modes of comparable mass that are known, or there is a ``doubt``.
@@ -61,8 +56,8 @@ class KHat:
         threshold: min(1 - 1/log10(S), 0.7), above which the weights are not to be relied on.
         ess: 1 / sum_s w_s^2, the number of exact draws that they are worth.
         log_weights: their logarithms, (S,), in nats; S may be 16 times what was asked for.
-        shifts: by latent or deterministic site, what weights would change in each ``mean``, in sds, and
-            ``log_sd``, with standard errors: four arrays of the site's shape.
+        shifts: by latent or deterministic site, what weights would change in each ``mean``, in sds,
+            ``log_sd`` and ``ends``, with standard errors: arrays of the site's shape.
         slope: the steepest slope of the ELBO along a latent entry, in sds: ``name``, ``size``, ...
         missed: nats by which lower bounds on the evidence from draws of the prior exceed the guide's
             own estimate; positive where the guide has missed a mode. ``None``: not known.
@@ -159,12 +154,12 @@ class KHat:
 
     @property
     def within_bounds(self) -> bool:
-        """Whether smoothed weights move means by 0.3 sds and sds by 30 % at most, two errors included;
-        of no known sites, whether KL(q || posterior) is as small as that."""
+        """Whether smoothed weights move means by 0.3 sds and sds by 30 % at most, two errors included,
+        and ends by 0.5 sds; of no known sites, whether KL(q || posterior) is as small as that."""
         if not self.shifts:
             return self.kl <= SMALL_KL
         mean, log_sd = self.errors
-        return mean <= COARSE_MEAN and log_sd <= COARSE_SD
+        return mean <= COARSE_MEAN and log_sd <= COARSE_SD and self._end[0] <= COARSE_END
 
     @property
     def is_rough(self) -> bool:
@@ -298,6 +293,11 @@ class KHat:
         if self.within_bounds:
             doubt = "" if self.ok else ", but may be further off where these are so uneven"
             return f"{right_to(mean, log_sd)} by the weights{doubt}"
+        if mean <= COARSE_MEAN and log_sd <= COARSE_SD:
+            end, at_end = self._end
+            return (
+                f"weights move an end of the 95 % interval of {at_end!r} by {end:.2g} sds or more"
+            )
         if mean / COARSE_MEAN >= log_sd / COARSE_SD:
             return f"weights move the mean of {at_mean!r} by up to {mean:.2g} sds"
         return f"weights change the sd of {at_sd!r} by a factor of up to {np.exp(log_sd):.2g}"
@@ -309,10 +309,10 @@ class KHat:
         largest = ([(float(x[i].max(initial=0.0)), name) for name, x in sizes] for i in (0, 1))
         return [max(found, key=itemgetter(0)) for found in largest]
 
-
-def right_to(mean: float, log_sd: float) -> str:
-    """How far means and sds are off at most, in words."""
-    return f"means are right to {mean:.2f} sd and sds to {100 * np.expm1(log_sd):.0f} %"
+    @property
+    def _end(self) -> tuple[float, str]:
+        """How far weights move an end of an interval, by more than noise, and of which site."""
+        return max((shift.end(), name) for name, shift in self.shifts.items())
 
 
 def khat_from_log_weights(log_weights: np.ndarray, resolution: float = 0.0) -> KHat:

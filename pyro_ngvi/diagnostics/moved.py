@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pyro
 import torch
 from torch import Tensor
@@ -14,8 +15,7 @@ from torch import Tensor
 from ..runtime.density import LatentLayout, Sites, to_unconstrained
 from ..runtime.model_density import NaNWhereSingular, map_draws
 from ..runtime.run import Program, Values
-from .khat import COARSE_MEAN, COARSE_SD
-from .weights import Shift
+from .shifts import COARSE_END, COARSE_MEAN, COARSE_SD, Shift, shift_of
 
 #: correlation with the start above which a chain has not told much
 STUCK = 0.7
@@ -30,6 +30,8 @@ class Moved(Shift):
         mean: the posterior's mean less the guide's, in sds of the chains' ends, by the equation of
             :func:`pyro_ngvi.diagnose`, and ``mean_error`` its standard error.
         log_sd: logarithm of the posterior's sd over the guide's, and ``log_sd_error``.
+        ends: those (2, ...) of the 95 % intervals of the chains' ends less the guide's, in sds of the
+            former, and ``ends_error``; 0 of unconstrained entries.
         rho: correlation of the ends of the chains with their starts, 0 of weights.
 
     Example:
@@ -41,40 +43,57 @@ class Moved(Shift):
     """
 
     rho: Tensor
+    ends: Any = field(default_factory=lambda: torch.zeros(2), kw_only=True)
+    ends_error: Any = field(default_factory=lambda: torch.zeros(2), kw_only=True)
 
     @classmethod
     def of_modes(cls, each: list[Moved]) -> Moved:
         """One, or all those of several modes, (modes, ...)."""
-        fields = zip(*map(astuple, each), strict=True)
-        return each[0] if len(each) == 1 else cls(*map(torch.stack, fields))
+        stacked = {name: torch.stack([vars(m)[name] for m in each]) for name in vars(each[0])}
+        return each[0] if len(each) == 1 else cls(**stacked)
 
     @property
     def is_off(self) -> bool:
-        """Whether a mean is off by more than 0.3 sds, or an sd by more than 30 %, at three errors."""
+        """Whether a mean is off by more than 0.3 sds, an sd by more than 30 %, or an end of a 95 %
+        interval by more than 0.5 sds, at three errors."""
         mean, log_sd = self.errors(-3.0)
-        return bool(((mean > COARSE_MEAN) | (log_sd > COARSE_SD)).any())
+        far = bool(((mean > COARSE_MEAN) | (log_sd > COARSE_SD)).any())
+        return far or self.end(-3.0) > COARSE_END
 
     @property
     def is_good(self) -> bool:
-        """Whether none is, two standard errors included, and all chains have left their starts (rho <=
-        0.7)."""
+        """Whether no mean and no sd is, two standard errors included, no end by more than its noise,
+        and all chains have left their starts (rho <= 0.7)."""
         mean, log_sd = self.errors(2.0)
         good = (mean <= COARSE_MEAN) & (log_sd <= COARSE_SD) & (self.rho <= STUCK)
-        return bool(good.all())
+        return bool(good.all()) and self.end() <= COARSE_END
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether it is good or off, and the errors of ends leave no doubt of that."""
+        return self.is_off or (self.is_good and self.end(1.0) <= COARSE_END)
 
     def is_far_from(self, other: Shift) -> bool:
         """Whether another estimate is off by this one, where chains have left their starts and this is
         known to the bounds."""
-        mean, log_sd = (torch.as_tensor(x).to(self.mean) for x in (other.mean, other.log_sd))
-        far = ((self.mean - mean).abs() > COARSE_MEAN) | ((self.log_sd - log_sd).abs() > COARSE_SD)
-        known = (2.0 * self.mean_error <= COARSE_MEAN) & (2.0 * self.log_sd_error <= COARSE_SD)
-        return bool((far & known & (self.rho <= STUCK)).any())
+
+        def far(one: Any, error: Any, two: Any, bound: float) -> Tensor:
+            away = (one - torch.as_tensor(two).to(self.mean)).abs() > bound
+            return away & (2.0 * error <= bound) & (self.rho <= STUCK)
+
+        pairs = (
+            far(self.mean, self.mean_error, other.mean, COARSE_MEAN),
+            far(self.log_sd, self.log_sd_error, other.log_sd, COARSE_SD),
+            far(self.ends, self.ends_error, other.ends, COARSE_END),
+        )
+        return any(bool(x.any()) for x in pairs)
 
     def __str__(self) -> str:
-        mean, sd = float(self.mean.abs().max()), float(self.log_sd.abs().max())
+        mean, sd, end = (float(abs(x).max()) for x in (self.mean, self.log_sd, self.ends))
         stuck = f", chains stuck (correlation {float(self.rho.max()):.2f})"
         return (
             f"means off by up to {mean:.2g} sd, sds by up to {100.0 * math.expm1(sd):.0f} %"
+            + f", ends of 95 % intervals by up to {end:.2g} sd" * (end > COARSE_END)
             + stuck * bool((self.rho > STUCK).any())
         )
 
@@ -89,7 +108,9 @@ def by_site(
         x, y = transform(a), transform(b)
         sites[name] = how(x, y)
         if x is not a:  # the identity returns its argument
-            unconstrained[name] = how(_rounded(transform, a, x), _rounded(transform, b, y))
+            found = how(_rounded(transform, a, x), _rounded(transform, b, y))
+            none = torch.zeros_like(found.ends)  # an end is that of the number people read
+            unconstrained[name] = replace(found, ends=none, ends_error=none)
             sites[name] = _where(_varies(x), sites[name])
     return sites, unconstrained
 
@@ -131,7 +152,7 @@ def _varies(x: Tensor) -> Tensor:
 
 def _where(varies: Tensor, found: Moved) -> Moved:
     """0 where nothing varies."""
-    return Moved(*(torch.where(varies, x, 0.0) for x in astuple(found)))
+    return Moved(**{name: torch.where(varies, x, 0.0) for name, x in vars(found).items()})
 
 
 def moved(before: Tensor, after: Tensor) -> Moved:
@@ -149,4 +170,7 @@ def moved(before: Tensor, after: Tensor) -> Moved:
     ratio = (1.0 + (vb / va - 1.0) / share).clamp_min(1e-3)
     influence = (b.square() - a.square() * (vb / va)) / va
     log_sd_error = 0.5 * influence.std(0) / share / ratio / S**0.5
-    return _where(varies, Moved(mean, mean_error, 0.5 * ratio.log(), log_sd_error, rho))
+    own, new = before.numpy(force=True), after.numpy(force=True)
+    shift = shift_of(new, np.full(len(new), -np.log(len(new))), own)
+    ends = {name: torch.as_tensor(vars(shift)[name]).to(rho) for name in ("ends", "ends_error")}
+    return _where(varies, Moved(mean, mean_error, 0.5 * ratio.log(), log_sd_error, rho, **ends))

@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 
 from . import arviz_compat
-from .khat import COARSE_MEAN, COARSE_SD
-from .weights import shift_of
+from .shifts import COARSE_MEAN, COARSE_SD, shift_of
 
 SELECTION = ("var_names", "filter_vars", "coords", "labeller")
 

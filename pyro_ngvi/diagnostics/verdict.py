@@ -20,13 +20,13 @@ from .draws import Draws, Fitted, random_state, sites_of_kind, warn_of_rounding
 from .khat import EVEN, FEWEST, HALF, KHat
 from .mirrors import mirrored
 from .rounding import rounded
+from .shifts import shift_of
 from .weights import (
     MIN_DRAWS,
     NOTICED,
     evidence_of,
     missed_nats,
     prior_evidence,
-    shift_of,
     steepest,
 )
 

@@ -1,4 +1,4 @@
-r"""What importance weights say: the tail that they have, what they move, whether a fit had ended.
+r"""What importance weights say: the tail that they have, whether a fit had ended, what it missed.
 
 For draws z_s of q, s = 1..S, and l_s = log p(data, z_s) - log q(z_s).
 
@@ -14,12 +14,6 @@ Where k comes out too large though the weights are worth half of the draws, or m
 tail: most of these weights lie just above u, at a maximum of the log ratio inside the bulk of q, and a
 few far above.  The upper quarter decides there, if it has 90 weights or more.
 
-**Shifts** of draws x_s under smoothed weights w_s that sum to one, sd_w that of the weighted draws:
-
-    mean:   (sum_s w_s x_s - mean(x)) / sd_w,        sd:   log(sd_w / sd).
-
-The standard error of each is that of a sum of influence functions, weighted less raw (delta method).
-
 **Slopes.**  With u the unconstrained draws in units of their sds,
 
     b = Cov(u, l),     c = Cov((u^2 - 1) / 2, l).
@@ -34,7 +28,7 @@ above p(y) with probability 1 % at most (Markov), and Z less four standard error
 """
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -45,12 +39,12 @@ from torch import Tensor
 from ..linalg.host import own_random_state
 from ..runtime.density import Sites, site_log_prob
 from ..runtime.model_density import map_draws
+from .shifts import blocks
 
 MIN_DRAWS = 25  # fewer leave less than five weights for the tail
 FEWEST = 5  # weights that make a tail
 PART, FEWEST_OF_PART = 0.25, 90  # of the tail, where the whole of it may be none
 PRIOR_DRAWS, PRIOR_SHAPE = 10, 0.5
-COLUMNS = 4096  # entries at a time, to bound memory
 SURPRISE = float(np.log(100.0))  # nats
 ERRORS = 4.0  # standard errors
 NOTICED = 0.1  # nats of evidence that count
@@ -123,30 +117,6 @@ def systematic_resample(
 
 
 @dataclass(frozen=True)
-class Shift:
-    """What weights would change, entry by entry: the ``mean`` in sds of the weighted draws, ``log_sd``
-    by a log ratio, and their standard errors; infinite where a moment of the draws is not finite."""
-
-    mean: Any
-    mean_error: Any
-    log_sd: Any
-    log_sd_error: Any
-
-    def errors(self, more: float) -> tuple[Any, Any]:
-        """Sizes of the changes of means, in sds, and of log sds, ``more`` standard errors added."""
-        return (
-            abs(self.mean) + more * self.mean_error,
-            abs(self.log_sd) + more * self.log_sd_error,
-        )
-
-    def exceeds(self, mean: float, log_sd: float) -> bool:
-        """Whether a mean changes by more than ``mean`` sds, or a log sd by more than ``log_sd``, a
-        standard error taken off."""
-        sizes = zip(self.errors(-1.0), (mean, log_sd), strict=True)
-        return any(bool((size > bound).any()) for size, bound in sizes)
-
-
-@dataclass(frozen=True)
 class Slope:
     """The steepest slope of the ELBO along an entry: ``size`` and its standard ``error``, in sds;
     ``excess`` is |slope| less 1 + sqrt(2 log 2n) errors, the largest noise of 2n slopes."""
@@ -156,45 +126,6 @@ class Slope:
     size: float
     error: float
     excess: float
-
-
-def _blocks(draws: np.ndarray) -> Iterator[np.ndarray]:
-    flat = draws.reshape(len(draws), -1)
-    for start in range(0, flat.shape[1], COLUMNS):
-        yield flat[:, start : start + COLUMNS].astype(np.float64)
-
-
-def shift_of(draws: np.ndarray, log_weights: np.ndarray, own: np.ndarray | None = None) -> Shift:
-    """The shifts of draws (S, *shape) under normalised log weights (S,), in arrays of ``shape``;
-    with ``own`` (T, *shape) those from draws of their own to the weighted ones."""
-    w, even = np.exp(log_weights), np.full(len(draws), 1 / len(draws))
-    if own is not None:
-        draws, w = np.concatenate([own, draws]), np.append(np.zeros(len(own)), w)
-        even = np.append(np.full(len(own), 1 / len(own)), np.zeros(len(even)))
-    with np.errstate(all="ignore"):  # draws may be infinite; that is an answer too
-        parts = [_shift(x, w, even) for x in _blocks(draws)]
-    columns = np.concatenate([np.zeros((4, 0)), *parts], 1)
-    columns = np.nan_to_num(columns, nan=np.inf, posinf=np.inf)
-    return Shift(*(c.reshape(draws.shape[1:]) for c in columns))
-
-
-def _shift(x: np.ndarray, w: np.ndarray, even: np.ndarray) -> np.ndarray:
-    fixed = (x == x[0]).all(0)  # infinite, perhaps
-    x = np.where(fixed, 0.0, x)
-    x = x - even @ x  # the digits of what varies
-    square = x * x
-    variance = even @ square
-    mean_w = w @ x
-    centred_w = x - mean_w
-    square_w = centred_w * centred_w
-    variance_w = w @ square_w
-    sd_w = np.sqrt(np.where(fixed, 1.0, variance_w))
-    w, even = w[:, None], even[:, None]
-    of_mean = w * centred_w - even * x
-    ratio = w * (square_w / sd_w**2 - 1) - even * (square / np.where(fixed, 1, variance) - 1)
-    log_sd = np.where(fixed, 0.0, 0.5 * np.log(np.where(fixed, 1.0, variance_w / variance)))
-    log_sd_error = np.where(fixed, 0.0, 0.5 * np.sqrt((ratio**2).sum(0)))
-    return np.stack([mean_w / sd_w, np.sqrt((of_mean**2).sum(0)) / sd_w, log_sd, log_sd_error])
 
 
 def steepest(draws: Mapping[str, np.ndarray], log_ratio: np.ndarray) -> Slope | None:
@@ -208,7 +139,7 @@ def steepest(draws: Mapping[str, np.ndarray], log_ratio: np.ndarray) -> Slope | 
             break
         centred = (log_ratio - log_ratio.mean())[:, None]
         noises = 1 + np.sqrt(2 * np.log(2.0 * np.prod(quantity.shape[1:])))
-        for x in _blocks(quantity):
+        for x in blocks(quantity):
             with np.errstate(all="ignore"):
                 u = (x - x.mean(0)) / x.std(0)
                 for what, feature in (("mean", u), ("sd", (u * u - 1) / 2)):

@@ -8,7 +8,8 @@ import torch
 from torch.distributions import Normal, kl_divergence
 
 from pyro_ngvi.diagnostics.khat import KHat
-from pyro_ngvi.diagnostics.weights import Shift, Slope
+from pyro_ngvi.diagnostics.shifts import Shift
+from pyro_ngvi.diagnostics.weights import Slope
 
 S = 2000
 

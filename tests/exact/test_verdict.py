@@ -13,8 +13,9 @@ import torch
 
 import pyro_ngvi as ngvi
 from pyro_ngvi.diagnostics.draws import Fitted, random_state
+from pyro_ngvi.diagnostics.shifts import shift_of
 from pyro_ngvi.diagnostics.verdict import weighed
-from pyro_ngvi.diagnostics.weights import Evidence, Slope, prior_evidence, shift_of, steepest
+from pyro_ngvi.diagnostics.weights import Evidence, Slope, prior_evidence, steepest
 
 S = 4000
 

@@ -19,7 +19,7 @@ from pyro_ngvi.diagnostics import Diagnosis, KHat, ModelDensity
 from pyro_ngvi.diagnostics.chains import run_chains
 from pyro_ngvi.diagnostics.diagnosis import Moved, moved
 from pyro_ngvi.diagnostics.moved import by_site
-from pyro_ngvi.diagnostics.weights import Shift
+from pyro_ngvi.diagnostics.shifts import Shift
 from pyro_ngvi.runtime.density import LatentLayout
 
 
