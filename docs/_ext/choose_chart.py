@@ -19,6 +19,10 @@ QUESTIONS = [
         ["`AutoHierarchical", "`NGVB", "`BatchedELBO(16)"],
     ),
     (
+        ["More than 100 latent", "variables, and all of", "them Gaussian a priori?"],
+        ["`AutoSites", "`CVI", "`SitesELBO()"],
+    ),
+    (
         ["Up to 1,000 latent", "variables?"],
         ["`AutoFullRankNormal", "`NGVB", "`BatchedELBO(8 or 32)"],
     ),

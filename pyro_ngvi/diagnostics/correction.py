@@ -239,8 +239,8 @@ def moved_by_weights(
 
     def shifted(a: Tensor, b: Tensor) -> Moved:
         shift = shift_of(b.numpy(force=True), log_w, a.numpy(force=True))
-        found = {name: torch.as_tensor(x) for name, x in vars(shift).items()}
-        return Moved(**found, rho=torch.zeros(a.shape[1:]))
+        found = {name: torch.as_tensor(x, device=a.device) for name, x in vars(shift).items()}
+        return Moved(**found, rho=torch.zeros(a.shape[1:], device=a.device))
 
     found = by_site(layout, own, new, shifted)
     few = MOST_DOUBLES // many

@@ -152,10 +152,8 @@ class Diagnosis:
     @property
     def is_undecided(self) -> bool:
         """Whether a site is neither good nor off, as errors of the estimates are too large."""
-        each = self._moved.values()
-        return self.khat.ess > 0.0 and not (
-            all(m.is_sure for m in each) or any(m.is_off for m in each)
-        )
+        each, sure = self._moved.values(), self.khat.ess == 0.0
+        return not (sure or all(m.is_sure for m in each) or any(m.is_off for m in each))
 
     @property
     def is_rough(self) -> bool:

@@ -250,7 +250,10 @@ class Result:
         """Draws in ArviZ's container, as :meth:`to_arviz` gives them by default; without the log
         likelihoods and predictions of more than 100,000 data, which :meth:`loo` does not need.  Its
         ``attrs["verdict"]`` is that of k-hat until another is asked for: by ``print``, say."""
-        idata = self._idata
+        return self._with_verdict(self._idata)
+
+    def _with_verdict(self, idata: Any) -> Any:
+        """The container, with the verdict on the fit where that is known."""
         if "verdict" in vars(self):
             words = {"decision": self.verdict.decision, "verdict": self._verdict_in_words}
             idata.attrs.update(words)
@@ -273,7 +276,8 @@ class Result:
         asked = options.pop("corrected", None)
         guide = self.guide if asked is False else self._source
         options["corrected"] = bool(asked)
-        return diagnostics.to_arviz(model, guide, *args, **options, **self.kwargs)
+        found = diagnostics.to_arviz(model, guide, *args, **options, **self.kwargs)
+        return found if options.get("resample") or asked is not None else self._with_verdict(found)
 
     def summary(self, **options: Any) -> Any:
         """ArviZ's table with the verdict under it: :func:`pyro_ngvi.summary`, with its ``options``, as

@@ -932,7 +932,7 @@ def test_it_goes_on_where_errors_are_seen_within_the_bounds() -> None:
         with pyro.plate("data", len(y)):
             pyro.sample("y", dist.Normal(m, s), obs=y)
 
-    y = torch.linspace(-1.5, 1.5, 12, dtype=X.dtype)
+    y = torch.linspace(-1.5, 1.5, 14, dtype=X.dtype)
     first = ngvi.fit(model, y, seed=0)
     assert first.verdict.ok and first.verdict.is_rough
     how = 'For less error pass guide="auto", which goes on to richer guides.'
