@@ -111,9 +111,9 @@ class Diagnosis:
         if good and not self._missed and self._light:
             return "intervals"
         off = any(m.is_off for m in self._moved.values()) or astray
-        # weights that would change little decide where chains do not
-        weighty = weights.decision == "resample" or (weights.ok and not off and not good)
-        if weighty and not self._elsewhere:
+        # weights that would change little decide where chains do not, and see less of ends
+        blind = good or astray or any(m.has_moments_off for m in self._moved.values())
+        if (weights.decision == "resample" or (weights.ok and not blind)) and not self._elsewhere:
             return "resample"
         return "unusable" if off or self._missed else "unclear"
 

@@ -56,9 +56,13 @@ class Moved(Shift):
     def is_off(self) -> bool:
         """Whether a mean is off by more than 0.3 sds, an sd by more than 30 %, or an end of a 95 %
         interval by more than 0.5 sds, at three errors."""
+        return self.has_moments_off or self.end(-3.0) > COARSE_END
+
+    @property
+    def has_moments_off(self) -> bool:
+        """Whether a mean or an sd is."""
         mean, log_sd = self.errors(-3.0)
-        far = bool(((mean > COARSE_MEAN) | (log_sd > COARSE_SD)).any())
-        return far or self.end(-3.0) > COARSE_END
+        return bool(((mean > COARSE_MEAN) | (log_sd > COARSE_SD)).any())
 
     @property
     def is_good(self) -> bool:

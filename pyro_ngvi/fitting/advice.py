@@ -93,9 +93,9 @@ class Structure:
         except (ValueError, NotImplementedError):  # why it has none; priors without draws
             return None
 
-    def guide(self, sites_too: bool = True) -> tuple[Any, str]:
-        """The guide to begin with, and why; ``sites_too``: if rule and loss may be those of sites."""
-        if sites_too and self.process is not None and self._sites_take():
+    def guide(self, free: bool = True) -> tuple[Any, str]:
+        """The guide to begin with, and why; ``free``: whether rule and loss may be those of sites."""
+        if self.process is not None and self._sites_take():
             return sites.AutoSites, f"for the process {self.process}"
         units = self.units
         if units is not None:
@@ -103,7 +103,7 @@ class Structure:
             beside = sum(self.sizes.get(name, 0) for name in units.globals)
             if beside <= min(inside, FULL_RANK):
                 return AutoHierarchical, f"for {units}"
-        if sites_too and self._is_wide() and not self.has_params and self._sites_take():
+        if free and self._is_wide() and not self.has_params and self._sites_take():
             return sites.AutoSites, f"for {self.d:,} latent variables, Gaussian a priori"
         return self.normal()
 
@@ -220,8 +220,8 @@ def advise(
     is_prior, structure, units = False, None, None
     if guide is None:
         structure = Structure(model, args, kwargs)
-        sites_too = rule in (None, sites.CVI) and isinstance(loss, SitesELBO | None)
-        (guide, why_guide), is_prior = structure.guide(sites_too), structure.is_prior
+        free = rule in (None, sites.CVI) and isinstance(loss, SitesELBO | None)
+        (guide, why_guide), is_prior = structure.guide(free), structure.is_prior
         units = structure.units if guide is AutoHierarchical else None
     kind = bare(guide) if _is_maker(guide) else type(guide)
     if rule is None:
