@@ -88,6 +88,7 @@ def test_a_minibatch_that_comes_as_a_scale_gets_no_sites() -> None:
 
 
 def test_what_is_given_decides() -> None:
+    how: Any
     for how in ({"optim": "NGVB"}, {"optim": ngvi.optim.VON}, {"loss": ngvi.BatchedELBO(4)}):
         assert ngvi.advise(logistic, X, Y, **how).guide is ngvi.AutoFullRankNormal
     for how in ({"optim": "CVI"}, {"loss": ngvi.SitesELBO()}):
