@@ -1157,7 +1157,7 @@ DIAGNOSTICS = (
     Mutant(
         "sites: as many points where the likelihood has kinks",
         "sites/expectation.py",
-        "counts[name] <<= host_bool(error > MISSED) is True",
+        "counts[name] <<= moves",
         "counts[name] <<= 0",
         ("test_site_expectations",),
     ),

@@ -118,8 +118,8 @@ def _ends(x: np.ndarray, w: np.ndarray, even: np.ndarray) -> np.ndarray:
     order = x.argsort(0)
     at, columns = np.take_along_axis(x, order, 0), np.arange(x.shape[1])
 
-    def end(w: np.ndarray, level: float) -> tuple[np.ndarray, np.ndarray]:
-        """An end (n,), and the part of each draw in its error (S, n)."""
+    def ends(w: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Each end (n,), and the part of each draw in its error (S, n)."""
         w = w / w.sum()
         share = w[order].cumsum(0)
 
@@ -127,14 +127,15 @@ def _ends(x: np.ndarray, w: np.ndarray, even: np.ndarray) -> np.ndarray:
             place = (share < level - ROUNDING).sum(0)
             return at[place.clip(max=len(x) - 1), columns]
 
-        found = quantile(level)
-        part = w[:, None] * ((x <= found) - level)
-        error = np.sqrt((part**2).sum(0))
-        return found, part * (quantile(level + error) - quantile(level - error)) / (2.0 * error)
+        for level in LEVELS:
+            found = quantile(level)
+            part = w[:, None] * ((x <= found) - level)
+            error = np.sqrt((part**2).sum(0))
+            width = quantile(level + error) - quantile(level - error)
+            yield found, part * width / (2.0 * error)
 
     moved, errors = [], []
-    for level in LEVELS:
-        (new, part), (old, own) = end(w, level), end(even, level)
+    for (new, part), (old, own) in zip(ends(w), ends(even), strict=True):
         moved.append(new - old)
         errors.append(np.sqrt(((part - own) ** 2).sum(0)))
     return np.stack(moved + errors)

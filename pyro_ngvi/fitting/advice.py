@@ -95,7 +95,7 @@ class Structure:
 
     def guide(self, free: bool = True) -> tuple[Any, str]:
         """The guide to begin with, and why; ``free``: whether rule and loss may be those of sites."""
-        if self.process is not None and self._sites_take():
+        if self.process is not None and self.suits_sites:
             return sites.AutoSites, f"for the process {self.process}"
         units = self.units
         if units is not None:
@@ -103,7 +103,7 @@ class Structure:
             beside = sum(self.sizes.get(name, 0) for name in units.globals)
             if beside <= min(inside, FULL_RANK):
                 return AutoHierarchical, f"for {units}"
-        if free and self._is_wide() and not self.has_params and self._sites_take():
+        if free and self._is_wide() and not self.has_params and self.suits_sites:
             return sites.AutoSites, f"for {self.d:,} latent variables, Gaussian a priori"
         return self.normal()
 
@@ -112,7 +112,9 @@ class Structure:
         d, design = self.d, self.d * self.data
         return self.whole and d > FEW and design <= DESIGN and min(d, self.data) * design <= WORK
 
-    def _sites_take(self) -> bool:
+    @cached_property
+    def suits_sites(self) -> bool:
+        """Whether sites take the model, which runs it many times."""
         return sites_take(self.model, self.args, self.kwargs)
 
     def normal(self) -> tuple[Any, str]:

@@ -25,7 +25,8 @@ def solve(L: Tensor, x: Tensor, transposed: bool = False) -> Tensor:
 
 
 def _rows(L: Tensor, x: Tensor, transposed: bool) -> Tensor:
-    columns = x.reshape(-1, x.shape[-1]).mT
+    """Of L (*b, n, n) and x (*b, ..., n)."""
+    columns = x.reshape(*L.shape[:-2], -1, x.shape[-1]).mT
     L = L.mT if transposed else L
     return torch.linalg.solve_triangular(L, columns, upper=transposed).mT.reshape(x.shape)
 
@@ -70,7 +71,4 @@ class Solve(torch.autograd.Function):
         x = x.unsqueeze(0).expand(info.batch_size, *x.shape) if of_x is None else x.movedim(of_x, 0)
         if of_L is None:
             return Solve.apply(L, x, transposed), 0  # pyright: ignore[reportReturnType]
-        L = L.movedim(of_L, 0)
-        columns = x.reshape(len(x), -1, x.shape[-1]).mT
-        L = L.mT if transposed else L
-        return torch.linalg.solve_triangular(L, columns, upper=transposed).mT.reshape(x.shape), 0
+        return _rows(L.movedim(of_L, 0), x, transposed), 0

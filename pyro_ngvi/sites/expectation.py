@@ -119,8 +119,9 @@ def enough_points(
         for name in tuple(rough):
             x, eps = after[name], torch.finfo(after[name].dtype).eps
             error = (x - before[name]).abs().sum() - ROUNDINGS * eps * x.abs().sum()
-            counts[name] <<= host_bool(error > MISSED) is True
-            if counts[name] >= MOST_POINTS or host_bool(error > MISSED) is not True:
+            moves = host_bool(error > MISSED) is True
+            counts[name] <<= moves
+            if not moves or counts[name] >= MOST_POINTS:
                 rough.remove(name)
         before = after
     return counts

@@ -203,7 +203,7 @@ class SitesELBO(ELBO):
         if derivatives and count is None and block.counts is None and not block.fresh:
             weights = {name: call.weight(name) for name in of_f}
             block.counts = enough_points(call.log_likelihood, of_f, weights)
-        counts = {} if block.counts is None else block.counts
+        counts = block.counts or {}
         points = {
             g.name: quadrature_points(g.width, count or counts.get(g.name), like)
             for g in call.plan.groups
