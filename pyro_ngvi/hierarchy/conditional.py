@@ -10,33 +10,11 @@ So effects shrink as their scale does.  In white coordinates, u = b + A w with w
 
     q(w | v) = N((R R')^-1 A' (nu - Lambda b), (R R')^-1),      R R' = I + A' Lambda A,
 
-which needs no inverse of the prior's covariance A A': smooth fields have nearly singular ones.  One
-site serves all v.  The natural gradient of the ELBO in it, averaged over v, vanishes where
-
-    Lambda_i = E[H_i],    nu_i = E[g_i + H_i m_i(v)],       g_i = grad log p(y_i | u_i, v), H_i = -hess,
-
-expectations over q(v) q(u_i | v) (Khan & Lin 2017, eq. 21, for q given v; Bonnet 1964, Price 1958).  It
-is m_i(v) that multiplies H_i, not the draw u_i, which would add E[H_i (u_i - m_i)], a third derivative.
-Lambda_i (u_i - m_i), with the site as it is, has expectation 0 and takes noise of g_i away: all of it
-where log p is quadratic and Lambda_i says so.  A site moves a share of its way there.  H_i is made
-positive semi-definite, so q is proper at every v.  Where gradients jump (Laplace, ReLU) averages of
-second derivatives are wrong, and E[H] = Lambda - E[(g - nu + Lambda u) (u - m)'] Q takes their place.
-
-Globals phi (D,) that enter the likelihood beside u move what the data say of u.  There nu_i becomes
-nu_i - C_i phi, whose target is C_i = -E[d g_i / d phi']: by the implicit function theorem it moves the
-mean of q as the maximum over u_i of p(u_i, y_i | v) moves with phi, to first order (Rue, Martino &
-Chopin 2009 correct a Laplace approximation so; here it is part of q).
-
-A step of a unit is shortened so that no variance changes by more than 16-fold, no mean of an entry by
-more than three of its standard deviations, before and after, and all of them by that times the root of
-k.  Where q becomes wider, one standard deviation of the prior will do.  After some ten steps that
-needed nothing of the kind the share falls as one over their number.  Units whose expectations are not
-finite keep their site.
+which needs no inverse of the prior's covariance A A': smooth fields have nearly singular ones.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import log, pi
 from typing import NamedTuple
 
@@ -47,12 +25,6 @@ from torch.utils._pytree import tree_map_only
 from ..families.mixture import quantiles_of_normals
 from ..linalg.cholesky import cholesky, solve, solve_columns, solve_transposed
 from ..linalg.products import matvec
-from ..linalg.spectral import positive_part
-
-#: by what factor a precision changes in a step at most, and by how many sds a mean of one entry
-MOST_RATIO, MOST_SDS = 16.0, 3.0
-#: the share of the first steps, how many these are, and how many shares of later ones make a whole
-FIRST_SHARE, FAST, MEMORY = 0.8, 9.0, 8.0
 
 
 class UnitPriors(NamedTuple):
@@ -104,8 +76,7 @@ class UnitPriors(NamedTuple):
         return tree_map_only(Tensor, lambda x: x.index_select(0, chosen), self)
 
 
-@dataclass(frozen=True)
-class Conditionals:
+class Conditionals(NamedTuple):
     """q(u_i | v) of B units at S draws of v: u = m + A R^-T e, e white; in white coordinates w the
     mean is ``white`` (S, B, k) and the precision R R'."""
 
@@ -121,6 +92,13 @@ class Conditionals:
         root = cholesky(one + A.mT @ (precision @ A))
         pull = matvec(A.mT, linear - matvec(precision, prior.offset))
         return cls(prior, solve_transposed(root, solve(root, pull)), root)
+
+    def chosen(self, index: Tensor) -> Conditionals:
+        """At the draws of v of these numbers."""
+        return tree_map_only(Tensor, lambda x: x[index], self)
+
+    def detached(self) -> Conditionals:
+        return tree_map_only(Tensor, Tensor.detach, self)
 
     @property
     def mean(self) -> Tensor:
@@ -155,103 +133,6 @@ class Conditionals:
 
 def _log_normal(w: Tensor) -> Tensor:
     return -0.5 * (w.square().sum(-1) + w.shape[-1] * log(2.0 * pi))
-
-
-class Slopes(NamedTuple):
-    """Of log p(y_i | u_i, v) at S draws: g (S, B, k), H (S, B, k, k), and C (B, k, D), their mean.
-
-    H is ``None`` where gradients jump.
-    """
-
-    g: Tensor
-    H: Tensor | None
-    cross: Tensor
-
-
-@dataclass(frozen=True)
-class Sites:
-    """nu (B, k), Lambda (B, k, k) and C (B, k, D), and how often each was moved, (B,)."""
-
-    linear: Tensor
-    precision: Tensor
-    cross: Tensor
-    visits: Tensor
-
-    def linear_at(self, phi: Tensor) -> Tensor:
-        """nu - C phi (S, B, k) at globals phi (S, D)."""
-        return self.linear - torch.einsum("bkd,sd->sbk", self.cross, phi.to(self.cross))
-
-    def moved(
-        self, prior: UnitPriors, phi: Tensor, mean: Tensor, u: Tensor, slopes: Slopes
-    ) -> Sites:
-        """After a step towards the targets, from slopes at draws u (S, B, k) of a q with that ``mean``
-        (S, B, k) at globals phi (S, D); H from g where it is not given."""
-        g, H, middle_phi = slopes.g, slopes.H, phi.mean(0, keepdim=True)
-        # from here on nu is that in the middle of the draws of v
-        before, typical = self.linear_at(middle_phi)[0], prior.typical()
-        now = Conditionals.of(typical, before, self.precision)
-        at = now.mean
-        if H is None:
-            off = u - mean
-            rest = (g - self.linear_at(phi) + matvec(self.precision, u)).unsqueeze(-1)
-            away = prior.precise(off) + matvec(self.precision, off)
-            product = rest * away.unsqueeze(-2)
-            precision = positive_part((self.precision - 0.5 * (product + product.mT)).mean(0))
-            spread = matvec(precision, mean - at)
-        else:
-            precision, spread = positive_part(H.mean(0)), matvec(H, mean - at)
-        # nu belongs to Lambda as it is taken, where that is another than E[H]
-        linear = (g + spread + matvec(self.precision, u - mean)).mean(0)
-        linear = linear + matvec(precision, at[0])
-        found = torch.cat([x.flatten(1) for x in (precision, linear, slopes.cross)], 1)
-        finite = torch.isfinite(found).all(1)
-        precision = torch.where(finite[:, None, None], precision, self.precision)
-        linear = torch.where(finite[:, None], linear, before)
-        cross = torch.where(finite[:, None, None], slopes.cross, self.cross)
-        share = (MEMORY / (self.visits + 1.0)).clamp_max(FIRST_SHARE)
-        change = share[:, None, None] * (precision - self.precision)
-        half = solve_columns(now.root[0], typical.root[0].mT)
-        relative = half @ change @ half.mT
-        values = torch.linalg.eigvalsh(0.5 * (relative + relative.mT))
-        up, down = values[:, -1] / (MOST_RATIO - 1.0), -values[:, 0] / (1.0 - 1.0 / MOST_RATIO)
-        shorter = 1.0 / torch.maximum(up, down).clamp_min(1.0)
-        precision = self.precision + shorter[:, None, None] * change
-        linear = torch.lerp(before, linear, (shorter * share)[:, None])
-        cross = torch.lerp(self.cross, cross, (shorter * share)[:, None, None])
-        then = Conditionals.of(typical, linear, precision)
-        step = (then.white - now.white)[0]
-        sds, later_sds = (
-            torch.linalg.vector_norm(matvec(root[0].mT, step), dim=-1)
-            for root in (now.root, then.root)
-        )
-        grows = (then.log_det > now.log_det)[0]
-
-        def allowed(reach: float, before: Tensor, later: Tensor, prior: Tensor) -> Tensor:
-            """The share of a step of these lengths, in sds before, after and of the prior."""
-            most = MOST_SDS * reach
-            narrower = most / torch.maximum(before, later)
-            return torch.where(grows, narrower, torch.maximum(most / before, reach / prior))
-
-        # so far is a draw of k entries from the mean, and an entry of it
-        far_out, length = step.shape[-1] ** 0.5, torch.linalg.vector_norm(step, dim=-1)
-        change_of_mean = (then.mean - now.mean)[0].abs()
-        each_sd = torch.linalg.vector_norm(half, dim=-2), then.sd()[0], typical.sd()[0]
-        entries = [(change_of_mean / sd).amax(-1) for sd in each_sd]
-        most = torch.minimum(allowed(far_out, sds, later_sds, length), allowed(1.0, *entries))
-        # nu - Lambda m is A^-T w: what the prior says against a site's mean
-        there = torch.lerp(at[0], then.mean[0], most.unsqueeze(-1))
-        against = torch.lerp(
-            before - matvec(self.precision, at[0]),
-            linear - matvec(precision, then.mean[0]),
-            most.unsqueeze(-1),
-        )
-        far = (most < 1.0).unsqueeze(-1)
-        linear = torch.where(far, matvec(precision, there) + against, linear)
-        # on the way the share stays what it is at first
-        settled = (shorter == 1.0) & (sds <= MOST_SDS * far_out) & (entries[0] <= MOST_SDS)
-        visits = torch.where(settled, self.visits + 1.0, (self.visits + 1.0).clamp_max(FAST))
-        linear = linear + matvec(cross, middle_phi.to(cross))
-        return Sites(linear, precision, cross, torch.where(finite, visits, self.visits))
 
 
 def antithetic(like: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ import torch
 from pyro import poutine
 from pyro.infer.autoguide import AutoGuide
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from ..guides import AutoFullRankNormal
 from ..guides.base import AutoFamily
@@ -26,6 +25,7 @@ from .conditional import Conditionals, antithetic, mixture_quantiles
 from .find import check_index, find_units
 from .marginal import at_globals, integrated, told_apart
 from .runs import Call, Drawn, Given
+from .slopes import moving, slopes
 from .start import better_start
 from .table import SiteTable
 from .units import Units
@@ -53,12 +53,13 @@ class AutoHierarchical(MadeAtFirstCall):
     step costs what its minibatch costs, and a unit that is not seen still follows v by its prior.
     Where they depend on each other given v (series, fields, crossed effects) there is one unit, a
     *block* of all Gaussian sites, up to 512 numbers, that change no scale; not for kinks there.
-    Globals phi that enter the likelihood *beside* u, as in b + x'u, move what the data say of u:
-    nu_i - C_i phi there, for up to 128 such numbers, and where no gradient jumps (Laplace).  A step
-    takes a backward pass more for each, at two draws.  No globals in a subsampled plate of units.
+    Globals phi that enter the likelihood *beside* u, as in b + x'u or as the scale of data, move what
+    these say of u: sites are exp(a_i' phi) (nu_i - C_i phi), exp(a_i' phi) Lambda_i, phi unconstrained,
+    for up to 128 numbers, and where no gradient jumps (Laplace); exact for Gaussian data.  A step takes
+    a backward pass more for each, at two draws.  No globals in a subsampled plate of units.
 
-    Sites are buffers, nu (n, k), Lambda (n, k, k) and C (n, k, D) for n units of k latent variables and
-    D such numbers (``guide.units.followed``).  They step towards Lambda = E[H] and
+    Sites are buffers, nu (n, k), Lambda (n, k, k), C (n, k, D), a (n, D) for n units of k latent
+    variables and D such numbers (``guide.units.followed``).  They step towards Lambda = E[H] and
     nu = E[g + H m(v)], g and -H gradient and Hessian of log p(y_i | u_i, v), m(v) the mean of q(u_i),
     when a loss is differentiated through draws of their units (and four times before the first), by
     1 + k more backward passes, and hold still in ``guide.eval()``; any optimizer may train q(v).
@@ -147,7 +148,8 @@ class AutoHierarchical(MadeAtFirstCall):
             super()._setup_prototype(*args, **kwargs)
             units, trace = find_units(call.model, args, kwargs, self._wanted), self.prototype_trace
             like = trace.nodes[units.names[0]]["value"].detach()
-            followed = sum(trace.nodes[name]["value"].numel() for name in units.followed)
+            values = {name: trace.nodes[name]["value"] for name in units.coordinates}
+            followed = sum(x.numel() for x in units.phi_parts(values))
             self.sites, self._units = SiteTable(like, units.size, units.width, followed), units
             if self._ours:
                 self.globals.find_start = partial(better_start, units, call, self.globals)
@@ -176,12 +178,10 @@ class AutoHierarchical(MadeAtFirstCall):
         if learning:
             # a prior that is free of the globals leaves the draws without a graph
             w = w if w.requires_grad else w.requires_grad_()
-            at = given.detached()
+            at, step = given.detached(), self._advance
             if len(w) >= ENOUGH:
-                step = partial(self._step, at, q.mean.detach(), at.priors.at(w.detach()))
-            else:
-                step = partial(self._advance, at)
-            w.register_hook(lambda grad: step(weight))
+                step = partial(self._step, q=q.detached(), noise=noise)
+            w.register_hook(lambda grad: step(at, weight=weight))
         drawn, log_det = self.units.mapped(given.latent.at(w), given.maps)
         return Drawn(drawn, q.log_q(noise) - log_det, given.seen)
 
@@ -195,8 +195,7 @@ class AutoHierarchical(MadeAtFirstCall):
 
     def _conditionals(self, given: Given) -> Conditionals:
         sites = self.sites.rows(given.seen)
-        linear = sites.linear_at(given.followed(self.units.followed))
-        return Conditionals.of(given.priors, linear, sites.precision)
+        return Conditionals.of(given.priors, *sites.at(self.units.phi(given)))
 
     def _begin(self, given: Given, weight: float = 1.0) -> None:
         for noise in FIRST_NOISE if self.units.smooth else (1.0,) * len(FIRST_NOISE):
@@ -207,18 +206,20 @@ class AutoHierarchical(MadeAtFirstCall):
         """A step of the sites at fresh draws of the units, or nearer to their means by ``noise``."""
         given = given.repeated(-(-ENOUGH // len(given.priors.offset)))
         q = self._conditionals(given)
-        self._step(given, q.mean, q.draw(noise * antithetic(q.white)), weight)
+        self._step(given, q, noise * antithetic(q.white), weight)
 
     @outside_autocast
-    def _step(self, given: Given, mean: Tensor, x: Tensor, weight: float) -> None:
-        """Move the sites by what the data say at draws x (S, B, k) of a q of that mean."""
-        seen, slopes = given.seen, self.units.slopes(given, x, weight)
-        if slopes is None:
+    def _step(self, given: Given, q: Conditionals, noise: Tensor, weight: float) -> None:
+        """Move the sites by what the data say at the draws of q with that ``noise`` (S, B, k)."""
+        x, units = q.draw(noise), self.units
+        found = slopes(units, given, x, weight)
+        if found is None:
             return
-        phi = given.followed(self.units.followed)
+        moves = moving(units, given, self._conditionals, noise, weight)
         with torch.no_grad():
-            each = tree_map_only(Tensor, lambda s: s / seen.scale, slopes)  # those of one unit
-            self.sites.put(seen, self.sites.rows(seen).moved(given.priors, phi, mean, x, each))
+            sites = self.sites.rows(given.seen)
+            new = sites.moved(given.priors, units.phi(given), q.mean, x, found, moves)
+            self.sites.put(given.seen, new)
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Draw all latent sites: a dict of values (*shape) by name."""
@@ -263,7 +264,7 @@ class AutoHierarchical(MadeAtFirstCall):
                 stacklevel=2,
             )
         q = self._conditionals(given)
-        mean, sd = given.latent.at(q.white), replace(q, prior=given.latent).sd()
+        mean, sd = given.latent.at(q.white), q._replace(prior=given.latent).sd()
         flat = levels.reshape(-1)
         each = units.values(mixture_quantiles(mean, sd, flat), given.maps)
         if any(given.maps.values()):  # which may fall
@@ -288,7 +289,7 @@ class AutoHierarchical(MadeAtFirstCall):
         given = self._given_globals(args, kwargs, draws, learning)
         q = self._conditionals(given)
         if self.units.is_block:  # of data that the guide may not have seen
-            self.units.slopes(given, q.mean)
+            slopes(self.units, given, q.mean)
         q = at_globals(self.units, given, q)
         return told_apart(self.units, given, q), q
 

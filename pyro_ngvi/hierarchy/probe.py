@@ -25,6 +25,7 @@ from ..probing.kinks import jump
 from ..runtime.density import Site, Sites, innermost, site_kind
 from ..sites.probe_points import TOLERANCE, digit_masks, same
 from .runs import Call, Given, LocalSite, Values, gaussian_of
+from .slopes import slopes
 from .units import Units
 
 #: most entries of globals that sites follow
@@ -48,7 +49,8 @@ def probed(call: Call, units: Units, sites: Sites) -> Probe:
     probe.check_data(e, u)
     if not probe.is_smooth(e, u):
         return probe.having(smooth=False)
-    return probe.having(followed=_few_enough(probe.entering(e), sites))
+    names = _few_enough(probe.entering(e), sites)
+    return probe.having(coordinates={n: biject_to(sites[n]["fn"].support) for n in names})
 
 
 class Probe:
@@ -183,7 +185,7 @@ class Probe:
 
     def curvature(self, at: Tensor) -> Tensor:
         """Second derivatives (1, B, k, k) of the data there, at the first value of the globals."""
-        found: Any = self.units.slopes(self.given(self.globals[0]), at)
+        found: Any = slopes(self.units, self.given(self.globals[0]), at)
         if found is None:
             raise ValueError(
                 "AutoHierarchical: no data depend on the block, so it keeps its prior."

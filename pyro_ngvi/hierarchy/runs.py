@@ -33,10 +33,6 @@ Model = Callable[..., Any]
 Gaussian = td.Normal | td.MultivariateNormal | GaussianProcess | GaussianStateSpace
 Values = Mapping[str, Tensor]
 
-#: at how many draws mixed derivatives are taken, a pass for each of the globals followed: units average
-#: them over their steps
-FEW_DRAWS = 2
-
 
 @dataclass(frozen=True)
 class LocalSite:
@@ -273,17 +269,9 @@ class Given:
         """All draws of the globals so many times, one copy after the other."""
         return self if times == 1 else self._each(lambda x: torch.cat([x] * times))
 
-    def followed(self, names: Sequence[str]) -> Tensor:
-        """phi (S, D): the globals of these names, one after the other."""
-        like = self.priors.offset
-        parts = [self.values[name].reshape(len(like), -1).to(like) for name in names]
-        return torch.cat([like.new_zeros(len(like), 0), *parts], 1)
-
-    def few(self, x: Tensor) -> tuple[Given, Tensor]:
-        """With x at few of the draws, evenly spaced."""
-        count = min(len(x), FEW_DRAWS)
-        chosen = (torch.arange(count) * len(x) // count).to(x.device)
-        return self._each(lambda t: t[chosen]), x[chosen]
+    def chosen(self, index: Tensor) -> Given:
+        """At the draws of the globals of these numbers."""
+        return self._each(lambda t: t[index])
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,10 @@ from ..linalg.products import matvec
 from ..runtime.density import LatentLayout
 from ..runtime.model_density import MOST_NUMBERS
 from ..runtime.pyro_adapter import model_as_given, unblocked
-from .conditional import Conditionals, Sites, Slopes, UnitPriors
+from .conditional import Conditionals, UnitPriors
 from .runs import Call, Given
+from .slopes import Slopes, slopes
+from .unit_sites import Sites
 from .units import Units
 
 #: steps of the units' sites at each v at most, fewer of many units, and first ones without noise; sds
@@ -99,7 +101,7 @@ class Marginal:
     """
 
     def __init__(self, units: Units, call: Call, globals: Any) -> None:
-        self.units = replace(units, followed=())  # sites are made anew at each v
+        self.units = replace(units, coordinates={})  # sites are made anew at each v
         self.call, self.layout = call, LatentLayout(globals.prototype_trace)
         numbers = units.size * units.width**2
         self.is_cheap = numbers * POINTS * TRIED <= MOST_NUMBERS
@@ -115,7 +117,7 @@ class Marginal:
         values, log_det = self.layout.unpack_with_log_det(theta)
         with own_random_state(0):  # of a minibatch: the same one
             given = self.units.given(self.call, values)
-        q = replace(self._settled(given.detached()), prior=given.priors)
+        q = self._settled(given.detached())._replace(prior=given.priors)
         noise, weights = _noise(q.white, self._points)
         w, each = q.drawn(noise), given.repeated(self._points)
         of_units = (q.prior.log_prob(w) - q.log_q(noise)).sum(-1)
@@ -134,19 +136,19 @@ class Marginal:
         priors: UnitPriors = tree_map_only(Tensor, flat, given.priors)
         shape, zero = given.priors.offset.shape, torch.zeros_like(priors.offset[0])
         phi, cross = zero.new_zeros(1, 0), zero.new_zeros(*zero.shape, 0)
-        sites = Sites(zero, torch.zeros_like(priors.root[0]), cross, zero[:, 0])
+        sites = Sites(zero, torch.zeros_like(priors.root[0]), cross, cross[:, 0], zero[:, 0])
         q = Conditionals.of(priors, sites.linear, sites.precision)
         noise, weights = _noise(given.priors.offset, self._points if self.is_cheap else 1)
         noise, each = noise.reshape(len(noise), 1, *zero.shape), given.repeated(len(noise))
         for k in range(SETTLING if self.is_cheap else FEWER):
             # at their means at first, as expectations under a wide prior may overflow
             x = q.draw(0.0 * noise if k < CALM else noise).reshape(-1, *shape[1:])
-            slopes = self.units.slopes(each, x)
-            if slopes is None or slopes.H is None:
+            found: Any = slopes(self.units, each, x)
+            if found is None or found.H is None:
                 break
-            parts = (y.reshape(len(noise), *shape, -1) for y in (slopes.g, slopes.H))
-            g, H = (torch.einsum("p,p...->...", weights / given.seen.scale, y) for y in parts)
-            of_each = Slopes(flat(g)[..., 0], flat(H).reshape(priors.root.shape), cross)
+            parts = (y.reshape(len(noise), *shape, -1) for y in found)
+            g, H = (torch.einsum("p,p...->...", weights, y) for y in parts)
+            of_each = Slopes(flat(g)[..., 0], flat(H).reshape(priors.root.shape))
             sites = sites.moved(priors, phi, q.mean, q.mean, of_each)
             before, q = q, Conditionals.of(priors, sites.linear, sites.precision)
             moved = matvec(q.root.mT, q.white - before.white).abs().amax()

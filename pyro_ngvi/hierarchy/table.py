@@ -8,16 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .conditional import Sites
 from .runs import Seen
+from .unit_sites import Sites
 
 
 class SiteTable(nn.Module):
-    """nu (n, k), Lambda (n, k, k) and C (n, k, D) of n units, and how often each was moved (n,)."""
+    """nu (n, k), Lambda (n, k, k), C (n, k, D), a (n, D) of n units, and how often each moved (n,)."""
 
     linear: Tensor
     precision: Tensor
     cross: Tensor
+    growth: Tensor
     visits: Tensor
     #: how many were never moved; ``None``: not counted
     _new: int | None = None
@@ -29,6 +30,7 @@ class SiteTable(nn.Module):
         self.register_buffer("linear", like.new_zeros(n, k))
         self.register_buffer("precision", like.new_zeros(n, k, k))
         self.register_buffer("cross", like.new_zeros(n, k, D))
+        self.register_buffer("growth", like.new_zeros(n, D))
         self.register_buffer("visits", like.new_zeros(n))
 
     def __len__(self) -> int:
@@ -42,7 +44,7 @@ class SiteTable(nn.Module):
 
     def rows(self, seen: Seen) -> Sites:
         """The sites of the units of a call; zero for numbers beyond those of the table."""
-        every = Sites(self.linear, self.precision, self.cross, self.visits)
+        every = Sites(self.linear, self.precision, self.cross, self.growth, self.visits)
         if seen.whole and seen.size == len(self):
             # copies: graphs through them outlive what is put here in their backward pass
             return Sites(*(x.clone() for x in vars(every).values()))

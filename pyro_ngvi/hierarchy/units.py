@@ -8,8 +8,9 @@ must depend on units one by one.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
+from math import log
 from operator import itemgetter
 from typing import Any, cast
 
@@ -23,11 +24,11 @@ from torch.utils._pytree import tree_map_only
 from ..guides.marginals import sample_value
 from ..linalg.coloring import Coloring
 from ..linalg.hessian import gradient
-from ..linalg.host import at_hand, fixed_normal
+from ..linalg.host import at_hand
 from ..linalg.products import matvec
 from ..runtime.density import Sites, site_kind, site_log_prob, with_density
 from ..sites.structure import is_weighted
-from .conditional import Slopes, UnitPriors
+from .conditional import UnitPriors
 from .runs import (
     Call,
     Drawn,
@@ -56,7 +57,8 @@ class Units:
     ``dependent``: whether some of them are means of others.  ``effects``: deterministic sites, by the
     latent site whose place they take, which are linear in these with coefficients that depend on the
     globals, as u = m + s z: sites are on u then.  ``direct``: whether data see z through u alone.
-    ``followed``: globals that sites follow, since the slope of the data in the units depends on them.
+    ``coordinates``: the maps from unconstrained numbers to globals that sites follow, by name: those on
+    which the slope of the data in the units depends.
     ``smooth``: whether no gradient of what is observed was seen to jump.
     ``pooled``: whether the prior of sites, or of the effects in their place, depends on the globals.
     """
@@ -69,7 +71,7 @@ class Units:
     dependent: bool = False
     effects: Mapping[str, LocalSite] = field(default_factory=dict)
     direct: bool = False
-    followed: tuple[str, ...] = ()
+    coordinates: Mapping[str, Transform] = field(default_factory=dict)
     smooth: bool = True
     pooled: bool = True
     coloring: Coloring | None = None
@@ -77,6 +79,29 @@ class Units:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(site.name for site in self.sites)
+
+    @property
+    def followed(self) -> tuple[str, ...]:
+        """Names of the globals that sites follow."""
+        return tuple(self.coordinates)
+
+    def phi_parts(self, values: Values) -> list[Tensor]:
+        """The globals followed, in their coordinates."""
+        return [cast(Tensor, to.inv(values[name])) for name, to in self.coordinates.items()]
+
+    def at_phi(self, phi: Tensor, like: Values) -> dict[str, Tensor]:
+        """The other way round, (S, D) to values (S, ...) by site."""
+        parts = self.phi_parts(like)
+        split = phi.split([x[0].numel() for x in parts], -1)
+        named = zip(self.coordinates.items(), parts, split, strict=True)
+        return {n: cast(Tensor, to(y.reshape(x.shape).to(x))) for (n, to), x, y in named}
+
+    def phi(self, given: Given) -> Tensor:
+        """These at S draws, one after the other, (S, D)."""
+        like = given.priors.offset
+        parts = [x.reshape(len(like), -1).to(like) for x in self.phi_parts(given.values)]
+        phi, kind = torch.cat([like.new_zeros(len(like), 0), *parts], 1), torch.finfo(like.dtype)
+        return phi.nan_to_num(neginf=log(kind.tiny), posinf=log(kind.max))  # rounded to a bound
 
     @property
     def width(self) -> int:
@@ -216,51 +241,6 @@ class Units:
         x = x.detach().requires_grad_()
         return gradient(self.log_likelihood(given, x), x)
 
-    @torch.enable_grad()
-    def slopes(self, given: Given, x: Tensor, weight: float = 1.0) -> Slopes | None:
-        """Of ``log_likelihood`` at x (S, B, k), unit by unit; None where nothing depends on x."""
-        x = x.detach().requires_grad_()
-        log_p = self.log_likelihood(given, x, weight)
-        if not log_p.requires_grad:
-            return None
-        g, cross = gradient(log_p, x, create_graph=self.smooth), x.new_zeros(*x.shape[1:], 0)
-        if not self.smooth:
-            return Slopes(g, None, cross)
-        H = -self._hessian(g, x)
-        if self.followed:
-            cross = self._cross(*given.few(x), weight)
-        return Slopes(g.detach(), 0.5 * (H + H.mT), cross)
-
-    def _hessian(self, g: Tensor, x: Tensor) -> Tensor:
-        """Derivatives (S, B, k, k) of the gradient g in x, at the same draw and in the same unit."""
-        if self.coloring is None:
-            return torch.stack(_columns(g, x), -1)
-        # and one more, since a minibatch may tie what no other has tied before
-        check = fixed_normal(1, self.width, seed=self.width).to(g)
-        vectors = [*self.coloring.vectors(g), check[0]]
-        *products, wanted = (gradient(g * v, x, retain_graph=True) for v in vectors)
-        H = self.coloring.matrix(torch.stack(products))
-        off = (matvec(H, check) - wanted).abs().amax()
-        if bool(off > torch.finfo(g.dtype).eps ** 0.5 * wanted.abs().amax()):
-            H = torch.stack(_columns(g, x), -1)
-            self.coloring.add((H != 0.0).flatten(0, 1).any(0))
-        return H
-
-    def _cross(self, given: Given, x: Tensor, weight: float) -> Tensor:
-        """Minus the mean of the mixed derivatives in x and the globals followed, (B, k, D)."""
-        x = x.detach().requires_grad_()
-        followed = {name: given.values[name].detach().requires_grad_() for name in self.followed}
-        given = replace(given, values={**given.values, **followed})
-        if self.effects and not self.direct:  # what data say of x is through the place too
-            given = replace(given, place=self.given(given.call, given.values).place)
-        g = gradient(self.log_likelihood(given, x, weight), x, create_graph=True)
-        # d (g' w) / d phi is linear in w: its gradients in w are columns of d g / d phi
-        w = torch.zeros_like(g, requires_grad=True)
-        keep: Any = {"create_graph": True, "materialize_grads": True}
-        rows = torch.autograd.grad((g * w).sum(), [*followed.values()], **keep)
-        each = torch.cat([row.reshape(len(x), -1) for row in rows], 1)
-        return -torch.stack([column.mean(0) for column in _columns(each, w)], -1)
-
     def held(self, z: Tensor | None = None) -> Held:
         """What makes a model stop after the units, which stand at ``z``."""
         return Held(self.parts, z, [effect.name for effect in self.effects.values()])
@@ -330,8 +310,3 @@ class Units:
         full = plate["fn"].size
         ordered = size == full and (not at_hand(index) or torch.equal(index, every))
         return Seen(index, full, ordered)
-
-
-def _columns(y: Tensor, x: Tensor) -> list[Tensor]:
-    """Gradients in x of each entry of y's last axis, summed over the others."""
-    return [gradient(each, x, retain_graph=True) for each in y.unbind(-1)]

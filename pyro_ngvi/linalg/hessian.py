@@ -22,10 +22,14 @@ def derivatives(f: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tenso
         g = gradient(value, leaf, create_graph=True)
         H = torch.zeros_like(torch.outer(g, g))
         if g.requires_grad:
-            how: Any = {"retain_graph": True, "materialize_grads": True}
-            row = vmap(lambda e: torch.autograd.grad(g, leaf, e, **how)[0], chunk_size=ROWS)
-            H = row(torch.eye(len(x)).to(x))
+            H = products(g, leaf, torch.eye(len(x)).to(x))
     return value.detach(), g.detach(), 0.5 * (H + H.mT)
+
+
+def products(g: Tensor, x: Tensor, vectors: Tensor) -> Tensor:
+    """Products of the derivatives of g in x with each of vectors (C, *g.shape), (C, *x.shape)."""
+    how: Any = {"retain_graph": True, "materialize_grads": True}
+    return vmap(lambda v: torch.autograd.grad(g, x, v, **how)[0], chunk_size=ROWS)(vectors)
 
 
 def values_and_gradients(f: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ from pyro_ngvi.diagnostics import loo_units
 from pyro_ngvi.distributions import GaussianProcess, local_level
 from pyro_ngvi.fitting.falls import PairedFall
 from pyro_ngvi.hierarchy.conditional import Conditionals
+from pyro_ngvi.hierarchy.slopes import slopes
 from pyro_ngvi.runtime.model_density import batched_trace
 
 pytestmark = pytest.mark.usefixtures("smooth_once")
@@ -357,7 +358,7 @@ def test_float32_is_enough_for_a_nearly_singular_prior(form: str) -> None:
         x = double.priors.at(
             torch.randn(3, 1, 30, generator=torch.Generator().manual_seed(0)).double()
         )
-    at, there = guide.units.slopes(double, x), guide.units.slopes(single, x.float())
+    at, there = slopes(guide.units, double, x), slopes(guide.units, single, x.float())
     assert at is not None and there is not None and at.H is not None and there.H is not None
     assert torch.equal(at.H, at.H.diagonal(dim1=-2, dim2=-1).diag_embed())
     assert torch.allclose(there.g.double(), at.g, rtol=1e-4, atol=1e-4)
