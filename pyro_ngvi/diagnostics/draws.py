@@ -17,7 +17,7 @@ from pyro.util import get_rng_state, set_rng_state
 from torch import Tensor
 from torch.distributions import constraints
 
-from ..hierarchy import ExactUnits
+from ..hierarchy import AutoHierarchical, ExactUnits
 from ..linalg.host import apart, is_coarse
 from ..runtime.checks import LatentSupports, check_data, refuse_minibatches
 from ..runtime.density import (
@@ -41,6 +41,9 @@ from .over_batches import OverBatches, need_all_data
 from .weights import systematic_resample
 
 MOST_DOUBLES = 10_000_000  # in an array that is stored in float64
+AT_ONCE = (
+    1 << 21
+)  # in the matrices of all draws that a guide makes at once: larger ones leave caches
 
 
 @dataclass(frozen=True)
@@ -234,7 +237,10 @@ def guide_draws(
         return _of_guide(sites), density_of(sites, {n: site_log_prob(s) for n, s in sites.items()})
 
     if not isinstance(guide.func, ExactUnits):
-        return map_draws(guide, drawn, {}, num_samples, batch_size=num_samples)
+        matrices = guide.func.sites.precision if isinstance(guide.func, AutoHierarchical) else None
+        each = 0 if matrices is None else matrices.numel()
+        size = max(1, min(num_samples, AT_ONCE // max(each, 1)))
+        return map_draws(guide, drawn, {}, num_samples, batch_size=size)
     # units given globals, for many draws at once
     values, (log_q, squares) = guide_draws(partial(guide.func.globals), num_samples)
     units, of_units = guide.func.collapsed.drawn_in_pieces(values)

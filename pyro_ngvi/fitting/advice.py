@@ -185,9 +185,10 @@ def advise(
       process or a chain of this package, or there are more than 100 latent variables, all data, which
       times them are at most 10^8, and no parameters; :class:`~pyro_ngvi.AutoHierarchical` where at
       least half of the latent variables are Gaussian ones of units, or of a block whose prior depends
-      on the others, of which there are at most 1,000; else a Gaussian over all of them:
-      :class:`~pyro_ngvi.AutoFullRankNormal` up to 1,000, :class:`~pyro_ngvi.AutoFactorNormal` up to
-      100,000, :class:`~pyro_ngvi.AutoMeanFieldNormal` above.
+      on the others, or of more than 100 coefficients of Gaussian data, and the others are at most
+      1,000; else a Gaussian over all of them: :class:`~pyro_ngvi.AutoFullRankNormal` up to
+      1,000, :class:`~pyro_ngvi.AutoFactorNormal` up to 100,000, :class:`~pyro_ngvi.AutoMeanFieldNormal`
+      above.
     * optimizer: :class:`~pyro_ngvi.NGVB` where the family knows its Fisher matrix, ``CVI`` for sites,
       ``SPRING`` for flows, ``IFVB`` for any other guide.
     * loss: :class:`~pyro_ngvi.BatchedELBO` of 8 particles, with the curvature that the optimizer asks

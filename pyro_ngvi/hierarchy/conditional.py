@@ -31,21 +31,26 @@ class UnitPriors(NamedTuple):
     """p(u_i | v) of B units at S draws of v: u = b + A w, w white; b (S, B, k), A (S, B, k, k).
 
     A = P T with T lower triangular, where u are in the place of Gaussians z, u = P z + p (``turn`` is
-    P^-1); else A = T.
+    P^-1); else A = T, which may be known to be ``diagonal``.
     """
 
     offset: Tensor
     root: Tensor
     triangle: Tensor
     turn: Tensor | None = None
+    diagonal: bool = False
 
     @classmethod
-    def of(cls, offset: Tensor, mixing: Tensor | None, root: Tensor) -> UnitPriors:
-        """u = offset + mixing u + root w, mixing strictly lower triangular, root lower triangular."""
-        if mixing is not None:
-            left = torch.eye(offset.shape[-1], dtype=offset.dtype, device=offset.device) - mixing
-            offset, root = solve(left, offset), solve_columns(left, root)
-        return cls(offset, root, root)
+    def of(
+        cls, offset: Tensor, mixing: Tensor | None, root: Tensor, diagonal: bool = False
+    ) -> UnitPriors:
+        """u = offset + mixing u + root w, mixing strictly lower triangular, root lower triangular, or
+        ``diagonal``."""
+        if mixing is None:
+            return cls(offset, root, root, diagonal=diagonal)
+        left = torch.eye(offset.shape[-1], dtype=offset.dtype, device=offset.device) - mixing
+        root = solve_columns(left, root)
+        return cls(solve(left, offset), root, root)
 
     @property
     def log_det(self) -> Tensor:
@@ -89,7 +94,9 @@ class Conditionals(NamedTuple):
         """From sites nu (B, k) or (S, B, k), Lambda (B, k, k)."""
         A = prior.root
         one = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
-        root = cholesky(one + A.mT @ (precision @ A))
+        sd = torch.diagonal(A, dim1=-2, dim2=-1).unsqueeze(-1)
+        inner = sd * precision * sd.mT if prior.diagonal else A.mT @ (precision @ A)
+        root = cholesky(one + inner)
         pull = matvec(A.mT, linear - matvec(precision, prior.offset))
         return cls(prior, solve_transposed(root, solve(root, pull)), root)
 

@@ -18,6 +18,7 @@ from ..linalg.host import at_hand, own_random_state
 from ..runtime.density import Site, Sites, is_latent, site_kind
 from ..runtime.pyro_adapter import is_marked
 from ..runtime.run import Minibatches, run_plainly
+from ..sites.probe_points import same
 from .probe import Probe, probed
 from .runs import Call, LocalSite, Model, Seen, gaussian_of, is_gaussian
 from .units import Units
@@ -27,6 +28,8 @@ MOST_ENTRIES, MOST_OF_BLOCK = 64, 512
 #: most of these that data see at once, where more than a unit has, times numbers of data: a step takes
 #: as many derivatives of each
 MOST_SEEN = MOST_OF_BLOCK**2
+#: latent variables of a block, whose prior is one for all globals, above which Gaussian data make it pay
+WIDE = 100
 
 
 def find_units(model: Model, args: Any, kwargs: Any, wanted: Sequence[str] | Units | None) -> Units:
@@ -176,13 +179,15 @@ def _block(call: Call, sites: Sites, latent: Sites, wanted: Sequence[str] | None
         )
     probe = probed(call, units, sites)
     units = probe.units
-    if not units.smooth or (wanted is None and not units.pooled):
+    curved = [probe.curvature(at)[0, 0] for at in probe.finite_moves()] if units.smooth else []
+    # many coefficients of Gaussian data have an exact q given a scale of these, and no noise of scores
+    exact = bool(curved) and same(*curved, 1e-5) and units.width > WIDE
+    if not units.smooth or (wanted is None and not units.pooled and not exact):
         raise ValueError(
             "AutoHierarchical: a block needs a likelihood without kinks, and a prior that depends on "
             "other latent sites. Take AutoFullRankNormal."
         )
-    pattern = [probe.curvature(at)[0, 0] != 0.0 for at in probe.finite_moves()]
-    coloring = Coloring(pattern[0] | pattern[1])
+    coloring = Coloring((curved[0] != 0.0) | (curved[1] != 0.0))
     observed = (s["value"] for s in sites.values() if site_kind(s) == "observed")
     data = sum(torch.as_tensor(value).numel() for value in observed)
     if coloring.count > MOST_ENTRIES and coloring.count * data > MOST_SEEN:

@@ -211,15 +211,11 @@ class AutoHierarchical(MadeAtFirstCall):
     @outside_autocast
     def _step(self, given: Given, q: Conditionals, noise: Tensor, weight: float) -> None:
         """Move the sites by what the data say at the draws of q with that ``noise`` (S, B, k)."""
-        x, units = q.draw(noise), self.units
-        found = slopes(units, given, x, weight)
-        if found is None:
-            return
-        moves = moving(units, given, self._conditionals, noise, weight)
-        with torch.no_grad():
-            sites = self.sites.rows(given.seen)
-            new = sites.moved(given.priors, units.phi(given), q.mean, x, found, moves)
-            self.sites.put(given.seen, new)
+        found = slopes(self.units, given, x := q.draw(noise), weight)
+        if found is not None:
+            moves = moving(self.units, given, self._conditionals, noise, weight)
+            sites, phi = self.sites.rows(given.seen), self.units.phi(given)
+            self.sites.put(given.seen, sites.moved(given.priors, phi, q.mean, x, found, moves))
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Draw all latent sites: a dict of values (*shape) by name."""

@@ -79,6 +79,7 @@ class Sites:
             self, linear=linear, precision=times[..., None] * self.precision, cross=cross
         )
 
+    @torch.no_grad()
     def moved(
         self,
         prior: UnitPriors,

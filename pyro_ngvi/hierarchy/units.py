@@ -170,7 +170,9 @@ class Units:
 
         def parts(sites: Sites) -> tuple[Tensor, Tensor, list[Tensor]]:
             known["seen"] = self._seen(sites)
-            known["maps"] = {name: gaussian_of(sites[name])[1] for name in self.names}
+            gaussians = [gaussian_of(sites[name]) for name in self.names]
+            known["maps"] = {n: maps for n, (_, maps) in zip(self.names, gaussians, strict=True)}
+            known["diagonal"] = all(isinstance(fn, td.Normal) for fn, _ in gaussians)
             effects = [effect.rows_in(sites) for effect in self.effects.values()]
             return self.offset(sites), self.conditional_root(sites), effects
 
@@ -188,7 +190,7 @@ class Units:
                 matrix, direct = torch.stack(columns, -1), self.direct and self.smooth
                 inverse = None if direct else torch.linalg.inv_ex(matrix)[0]
                 place = Place(matrix, there, inverse)
-        latent = UnitPriors.of(offset, mixing, root)
+        latent = UnitPriors.of(offset, mixing, root, known["diagonal"])
         priors = latent if place is None else place.moved(latent)
         return Given(call, values, known["seen"], latent, priors, known["maps"], place)
 
@@ -263,6 +265,8 @@ class Units:
             axis = None if site.axis is None else site.axis + fn.event_dim - 2
             root = root.unsqueeze(0) if axis is None else root.movedim(axis, 0)
             blocks += root.reshape(len(root), -1, *root.shape[-2:]).unbind(1)
+        if len(blocks) == 1:
+            return blocks[0]
         rows, end = [], 0  # torch.block_diag has no form for many, and under vmap takes one by one
         for block in blocks:
             start, end = end, end + block.shape[-1]

@@ -1,5 +1,6 @@
 """More than a hundred latent variables with a Gaussian prior: sites, which have no noise."""
 
+import math
 from typing import Any
 
 import pyro
@@ -38,8 +39,16 @@ def test_sites_are_advised_and_reach_the_optimum_of_a_full_covariance() -> None:
     )
 
 
-def with_noise(X: Tensor, y: Tensor) -> None:
+def with_dispersion(X: Tensor, y: Tensor) -> None:
     """Not Gaussian a priori."""
+    s = pyro.sample("s", dist.HalfNormal(1.0))
+    w = pyro.sample("w", dist.Normal(torch.zeros(X.shape[1]), 1.0).to_event(1))
+    with pyro.plate("data", len(X)):
+        pyro.sample("y", dist.NegativeBinomial(1.0 / s, logits=X @ w), obs=y)
+
+
+def with_noise(X: Tensor, y: Tensor) -> None:
+    """Gaussian given a scale that is not."""
     s = pyro.sample("s", dist.HalfNormal(1.0))
     w = pyro.sample("w", dist.Normal(torch.zeros(X.shape[1]), 1.0).to_event(1))
     with pyro.plate("data", len(X)):
@@ -75,11 +84,31 @@ def broken_far_out(X: Tensor, y: Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    "model", [with_noise, with_a_parameter, in_minibatches, network, broken_far_out]
+    "model", [with_dispersion, with_a_parameter, in_minibatches, network, broken_far_out]
 )
 def test_models_that_sites_do_not_take_have_a_gaussian_over_all(model: Any) -> None:
     advice = ngvi.advise(model, X, Y)
     assert advice.guide is ngvi.AutoFullRankNormal
+
+
+def test_many_coefficients_of_gaussian_data_are_a_block_given_their_scale() -> None:
+    """q(w | s) is exact, and q(s) nearly so: ELBO, mean and sd of s against a grid."""
+    y = X.sum(1) + 0.7 * torch.randn(N, generator=torch.Generator().manual_seed(2)).double()
+    fit = ngvi.fit(with_noise, X, y, seed=0, progress=False)
+    assert str(fit.guide.units) == f"a block of {D} latent variables (w), given s"
+    assert ngvi.advise(with_noise, X[:, :FEW], y).guide is ngvi.AutoFullRankNormal
+    s = torch.linspace(0.1, 2.0, 191).double()
+    covariance = X @ X.T + s.square()[:, None, None] * torch.eye(N).double()
+    log_p = dist.MultivariateNormal(torch.zeros(N).double(), covariance).log_prob(y)
+    log_p = log_p + dist.HalfNormal(1.0).log_prob(s)
+    assert fit.elbo[0] == pytest.approx(float(log_p.logsumexp(0)) + math.log(0.01), abs=0.05)
+    weights = log_p.softmax(0)
+    mean = float(weights @ s)
+    sd = float(weights @ (s - mean).square()) ** 0.5
+    found = fit.to_arviz(num_samples=4000, seed=0).posterior["s"]
+    # standard errors: 1.6 % of the sd of the mean, 1.1 % of the sd
+    assert float(found.mean()) == pytest.approx(mean, abs=0.15 * sd)
+    assert float(found.std()) == pytest.approx(sd, rel=0.1)
 
 
 def test_a_minibatch_that_comes_as_a_scale_gets_no_sites() -> None:
