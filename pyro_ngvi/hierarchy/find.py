@@ -28,7 +28,7 @@ MOST_ENTRIES, MOST_OF_BLOCK = 64, 512
 #: most of these that data see at once, where more than a unit has, times numbers of data: a step takes
 #: as many derivatives of each
 MOST_SEEN = MOST_OF_BLOCK**2
-#: latent variables of a block, whose prior is one for all globals, above which Gaussian data make it pay
+#: latent variables of a block whose prior is one for all globals above which Gaussian data make it pay
 WIDE = 100
 
 
@@ -181,7 +181,7 @@ def _block(call: Call, sites: Sites, latent: Sites, wanted: Sequence[str] | None
     units = probe.units
     curved = [probe.curvature(at)[0, 0] for at in probe.finite_moves()] if units.smooth else []
     # many coefficients of Gaussian data have an exact q given a scale of these, and no noise of scores
-    exact = bool(curved) and same(*curved, 1e-5) and units.width > WIDE
+    exact = bool(curved) and same(curved[0], curved[1], 1e-5) and units.width > WIDE
     if not units.smooth or (wanted is None and not units.pooled and not exact):
         raise ValueError(
             "AutoHierarchical: a block needs a likelihood without kinks, and a prior that depends on "

@@ -31,13 +31,14 @@ class Slopes(NamedTuple):
 class Moving(NamedTuple):
     """How slopes move with phi.
 
-    At few draws, in the mean: minus the derivatives of g in phi, ``cross`` (B, k, D), and ``g`` (B, k).
-    ``H`` (P, B, k, k) at the draws of numbers ``draws`` (P,), with their noise in u, where the entry
-    ``entry`` (P,) of phi alone is another, as in ``phi`` (P, D).
+    At the draws ``few``, in the mean: minus the derivatives of g in phi, ``cross`` (B, k, D), and ``g``
+    (B, k).  ``H`` (P, B, k, k) at the draws of numbers ``draws`` (P,), with their noise in u, where the
+    entry ``entry`` (P,) of phi alone is another, as in ``phi`` (P, D).
     """
 
     cross: Tensor
     g: Tensor
+    few: Tensor
     H: Tensor
     draws: Tensor
     entry: Tensor
@@ -81,7 +82,7 @@ def moving(
     there, here = units.given(given.call, values), given.chosen(few)
     found: Any = slopes(units, there, q_of(there).draw(noise[draws]), weight)
     cross, g = _cross(units, here, q_of(here).draw(noise[few]), weight)
-    return Moving(cross, g, found.H, draws, entry, moved)
+    return Moving(cross, g, few, found.H, draws, entry, moved)
 
 
 def _evenly(count: int, most: int) -> Tensor:

@@ -20,10 +20,10 @@ and where phi is the logarithm of the scale of Gaussian data q(u_i | v) is exact
 general tr(W Lambda_i(phi)), W the covariance of q(u_i) in the middle of the draws of v, moves as
 tr(W E[H_i | v]): what H_i changes by where an entry of phi is that of another draw, with the same white
 noise in u_i, less what Lambda_i(phi) does, is regressed on what phi changes by, so that the noise of
-a_i is a share of these changes.  C_i = E[g_i a_i' - d g_i / d phi'], of phi from that middle, moves the
-mean of q(u_i) as the maximum over u_i of p(u_i, y_i | v) moves with phi, to first order, by the
-implicit function theorem (Rue, Martino & Chopin 2009 correct a Laplace approximation so; here it is
-part of q).
+a_i is a share of these changes.  C_i = E[g_i a_i' - d g_i / d phi'] / E[exp(a_i' phi)], phi from that
+middle, moves the mean of q(u_i) as the maximum over u_i of p(u_i, y_i | v) moves with phi, to first
+order, by the implicit function theorem (Rue, Martino & Chopin 2009 correct a Laplace approximation so;
+here it is part of q).
 
 A step of a unit is shortened so that no variance changes by more than 16-fold, no mean of an entry by
 more than three of its standard deviations, before and after, and all of them by that times the root of
@@ -102,7 +102,8 @@ class Sites:
         if H is not None and moving is not None:
             moving = moving._replace(phi=moving.phi.to(away) - middle)
             growth = growth + share[:, None] * sites._growing(now, away, H, moving)
-            cross = moving.cross + moving.g.unsqueeze(-1) * growth.unsqueeze(-2)
+            of_few = _growth(away[moving.few], growth).mean(0)[:, None, None]
+            cross = (moving.cross + moving.g.unsqueeze(-1) * growth.unsqueeze(-2)) / of_few
         times = _growth(away, growth)
         size = times.mean(0)
         if H is None:

@@ -584,7 +584,7 @@ def grown(sites: Sites, phi: Tensor, H_of: Any, turn: int) -> Tensor:
     zero, cross, moved = torch.zeros_like(H[..., 0]), torch.zeros(1, 2, D).double(), phi[:4].clone()
     entry = (every + turn) % D
     moved[every, entry] = phi[1:5][every, entry]
-    moves = Moving(cross, zero[0], H_of(moved), every, entry, moved)
+    moves = Moving(cross, zero[0], every, H_of(moved), every, entry, moved)
     return sites.moved(prior, phi, zero, zero, Slopes(zero, H), moves).growth
 
 
@@ -620,14 +620,18 @@ def test_sites_around_another_middle_are_the_same() -> None:
     )
 
 
-def noisy(y: Tensor, known: bool = False) -> None:
-    """Three data a unit, whose scale is a global."""
+def noisy(y: Tensor) -> None:
+    """Three data a unit, with a slope and a scale that are globals."""
     m: Any = pyro.sample("m", dist.Normal(y.new_zeros(()), 3.0))
     t: Any = pyro.sample("t", dist.LogNormal(y.new_zeros(()), 0.7))
+    b: Any = pyro.sample("b", dist.Normal(y.new_zeros(()), 1.0))
     s: Any = pyro.sample("s", dist.Gamma(y.new_tensor(2.0), 2.0))
     with pyro.plate("units", len(y)):
         u: Any = pyro.sample("u", dist.Normal(m, t))
-        pyro.sample("y", dist.Normal(u[..., None], s).to_event(1), obs=y)
+        pyro.sample("y", dist.Normal(u[..., None] + b * DOSE, s).to_event(1), obs=y)
+
+
+DOSE = normal(7, 3, seed=5)
 
 
 def test_gaussian_units_are_exact_given_the_scale_of_their_data() -> None:
@@ -636,24 +640,26 @@ def test_gaussian_units_are_exact_given_the_scale_of_their_data() -> None:
     pyro.set_rng_seed(0)
     guide = ngvi.AutoHierarchical(noisy)
     svi = SVI(noisy, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(8))
-    for _ in range(60):
+    for _ in range(80):
         svi.step(y)
-    assert guide.units.followed == ("s",)
-    assert torch.allclose(guide.sites.growth, torch.full((7, 1), -2.0).double(), atol=1e-8)
-    assert torch.allclose(guide.sites.precision, torch.full((7, 1, 1), 3.0).double(), atol=1e-7)
-    assert torch.allclose(guide.sites.linear[:, 0], y.sum(1), atol=1e-6)
-    assert guide.sites.cross.abs().max() < 1e-6
-    for m, t, s in torch.tensor([[0.3, 1.0, 0.6], [-1.0, 3.0, 1.5], [1.0, 0.2, 4.0]]).double():
-        values = {"m": m[None], "t": t[None], "s": s[None]}
-        given = guide.units.given(guide._call((y,), {}), values)
-        q = guide._conditionals(given)
+    sites, wanted = guide.sites, torch.tensor([0.0, -2.0]).double().expand(7, 2)
+    assert guide.units.followed == ("b", "s")
+    assert torch.allclose(sites.growth, wanted, atol=1e-7)
+    assert torch.allclose(sites.precision, torch.full((7, 1, 1), 3.0).double(), atol=1e-6)
+    assert torch.allclose(sites.linear[:, 0], y.sum(1), atol=1e-5)
+    cross = torch.stack([DOSE.sum(1), 0.0 * DOSE[:, 0]], 1)
+    assert torch.allclose(sites.cross[:, 0], cross, atol=1e-5)
+    at = [[0.3, 1.0, 0.2, 0.6], [-1.0, 3.0, -0.9, 1.5], [1.0, 0.2, 2.0, 4.0]]
+    for m, t, b, s in torch.tensor(at).double():
+        values = {"m": m[None], "t": t[None], "b": b[None], "s": s[None]}
+        q = guide._conditionals(guide.units.given(guide._call((y,), {}), values))
         noise = normal(1, 7, 1, seed=8)
         u = q.draw(noise)[0, :, 0]
         left = dist.Normal(m, t).log_prob(u) - q.log_q(noise)[0]
-        left = left + dist.Normal(u[:, None], s).log_prob(y).sum(1)
+        left = left + dist.Normal(u[:, None] + b * DOSE, s).log_prob(y).sum(1)
         covariance = s.square() * torch.eye(3).double() + t.square()
-        wanted = dist.MultivariateNormal(m.expand(3), covariance).log_prob(y)
-        assert torch.allclose(left, wanted, atol=1e-6)
+        wanted = dist.MultivariateNormal(m + b * DOSE, covariance).log_prob(y)
+        assert torch.allclose(left, wanted, atol=1e-5)
 
 
 def test_how_a_precision_grows_is_the_derivative_of_what_is_expected() -> None:
