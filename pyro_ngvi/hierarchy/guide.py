@@ -54,9 +54,9 @@ class AutoHierarchical(MadeAtFirstCall):
     Where they depend on each other given v (series, fields, crossed effects) there is one unit, a
     *block* of all Gaussian sites, up to 512 numbers, that change no scale; not for kinks there.
     Globals phi that enter the likelihood *beside* u, as in b + x'u or as the scale of data, move what
-    these say of u: sites are exp(a_i' phi) (nu_i - C_i phi), exp(a_i' phi) Lambda_i, phi unconstrained,
-    for up to 128 numbers, and where no gradient jumps (Laplace); exact for Gaussian data.  A step takes
-    a backward pass more for each, at two draws.  No globals in a subsampled plate of units.
+    these say of u: sites are exp(a_i' phi) (nu_i - C_i phi) and exp(a_i' phi) Lambda_i, a_i of scales
+    alone, phi their logarithms, for up to 128 numbers, and where no gradient jumps (Laplace); exact for
+    Gaussian data.  A step takes a backward pass more for each.  No globals in a minibatch of units.
 
     Sites are buffers, nu (n, k), Lambda (n, k, k), C (n, k, D), a (n, D) for n units of k latent
     variables and D such numbers (``guide.units.followed``).  They step towards Lambda = E[H] and

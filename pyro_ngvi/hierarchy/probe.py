@@ -18,13 +18,13 @@ import torch
 from pyro.distributions import ImproperUniform
 from pyro.infer.autoguide.initialization import InitMessenger, init_to_sample
 from torch import Tensor
-from torch.distributions import biject_to
+from torch.distributions import biject_to, identity_transform
 
 from ..linalg.host import fixed_normal, own_random_state
 from ..probing.kinks import jump
 from ..runtime.density import Site, Sites, innermost, site_kind
 from ..sites.probe_points import TOLERANCE, digit_masks, same
-from .runs import Call, Given, LocalSite, Values, gaussian_of
+from .runs import Call, Given, LocalSite, Values
 from .slopes import slopes
 from .units import Units
 
@@ -50,7 +50,11 @@ def probed(call: Call, units: Units, sites: Sites) -> Probe:
     if not probe.is_smooth(e, u):
         return probe.having(smooth=False)
     names = _few_enough(probe.entering(e), sites)
-    return probe.having(coordinates={n: biject_to(sites[n]["fn"].support) for n in names})
+    growing = tuple(name for name in names if probe.is_scale_of_data(name, e, u))
+    maps = {
+        n: biject_to(sites[n]["fn"].support) if n in growing else identity_transform for n in names
+    }
+    return probe.having(coordinates=maps, growing=growing)
 
 
 class Probe:
@@ -67,7 +71,7 @@ class Probe:
         self.globals = tuple({n: s[n]["value"] for n in units.globals} for s in (sites, other))
         here, there = self.globals
         self.near = here, {n: torch.lerp(x, there[n], 0.1) for n, x in here.items()}
-        self.z = _gaussians(units, sites)
+        self.z = units.gaussians(sites)
         root = units.conditional_root(call.at(here, units.held(self.z)))
         sd = torch.linalg.vector_norm(root, dim=-1)
         count = len(self.z)
@@ -296,6 +300,14 @@ class Probe:
         part = torch.zeros_like(length).index_copy(1, moved, (high - low) * length[:, moved])
         return start.index_add(1, moved, low * length[:, moved]), part
 
+    def is_scale_of_data(self, name: str, e: Tensor, u: Tensor) -> bool:
+        """Whether it changes slopes by factors that are the same at two places."""
+        here, there = self.globals
+        moved = {**here, name: torch.lerp(here[name], there[name], 0.1)}
+        places = product((here, moved), (e, e + u))
+        a, b, c, d = (self.units.gradient(self.given(at), x) for at, x in places)
+        return _agree(a * d, b * c, (a * d).abs().amax())
+
     def entering(self, e: Tensor) -> list[str]:
         """The globals on which the slopes of the data in the units depend, at the same x."""
         (here, there), changed = self.globals, self._changed(e, self.globals[0])
@@ -313,17 +325,6 @@ def _elsewhere(site: Site) -> Any:
         return init_to_sample(site)
     transform = biject_to(site["fn"].support)
     return transform(torch.randn(transform.inverse_shape(site["fn"].shape())))
-
-
-def _gaussians(units: Units, sites: Sites) -> Tensor:
-    """z (B, k) of a run."""
-    parts = []
-    for site in units.sites:
-        value = sites[site.name]["value"]
-        for transform in reversed(gaussian_of(sites[site.name])[1]):
-            value = transform.inv(value)
-        parts.append(site.rows(value))
-    return torch.cat(parts, -1)
 
 
 def _agree(a: Tensor, b: Tensor, size: Tensor | float = 0.0) -> bool:

@@ -32,13 +32,19 @@ class Moving(NamedTuple):
     """How slopes move with phi.
 
     At the draws ``few``, in the mean: minus the derivatives of g in phi, ``cross`` (B, k, D), and ``g``
-    (B, k).  ``H`` (P, B, k, k) at the draws of numbers ``draws`` (P,), with their noise in u, where the
-    entry ``entry`` (P,) of phi alone is another, as in ``phi`` (P, D).
+    (B, k).  And where one entry of phi is another, if any is a scale of the data.
     """
 
     cross: Tensor
     g: Tensor
     few: Tensor
+    swapped: Swapped | None
+
+
+class Swapped(NamedTuple):
+    """``H`` (P, B, k, k) at the draws of numbers ``draws`` (P,), with their noise in u, where the entry
+    ``entry`` (P,) of phi alone is another, as in ``phi`` (P, D)."""
+
     H: Tensor
     draws: Tensor
     entry: Tensor
@@ -73,21 +79,35 @@ def moving(
     followed."""
     if not units.coordinates:
         return None
-    phi, every = units.phi(given), torch.arange(SWAPPED)
-    few, draws = _evenly(len(noise), FEW_DRAWS), _evenly(len(noise) // 2, SWAPPED)
-    entry = torch.randperm(phi.shape[1])[every % phi.shape[1]]
+    few = _evenly(len(noise), FEW_DRAWS, noise.device)
+    here = given.chosen(few)
+    cross, g = _cross(units, here, q_of(here).draw(noise[few]), weight)
+    swapped = _swapped(units, given, q_of, noise, weight) if units.growing else None
+    return Moving(cross, g, few, swapped)
+
+
+def _swapped(
+    units: Units,
+    given: Given,
+    q_of: Callable[[Given], Conditionals],
+    noise: Tensor,
+    weight: float,
+) -> Swapped:
+    phi, device = units.phi(given), noise.device
+    draws, every = _evenly(len(noise) // 2, SWAPPED, device), torch.arange(SWAPPED, device=device)
+    entries = units.growing_entries(given.values).to(device)
+    entry = entries[torch.randperm(len(entries), device=device)[every % len(entries)]]
     moved, now = phi[draws], given.chosen(draws)
     moved[every, entry] = phi[draws.roll(1), entry]
     values = {**now.values, **units.at_phi(moved, now.values)}
-    there, here = units.given(given.call, values), given.chosen(few)
+    there = units.given(given.call, values)
     found: Any = slopes(units, there, q_of(there).draw(noise[draws]), weight)
-    cross, g = _cross(units, here, q_of(here).draw(noise[few]), weight)
-    return Moving(cross, g, few, found.H, draws, entry, moved)
+    return Swapped(found.H, draws, entry, moved)
 
 
-def _evenly(count: int, most: int) -> Tensor:
+def _evenly(count: int, most: int, device: torch.device) -> Tensor:
     """Numbers of as many draws, of so many, evenly spaced: noise comes in pairs half of them apart."""
-    return torch.arange(most) * count // most
+    return torch.arange(most, device=device) * count // most
 
 
 def _hessian(units: Units, g: Tensor, x: Tensor) -> Tensor:

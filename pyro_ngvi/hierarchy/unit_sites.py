@@ -11,19 +11,20 @@ where log p is quadratic and Lambda_i says so.  A site moves a share of its way 
 positive semi-definite, so q is proper at every v.  Where gradients jump (Laplace, ReLU) averages of
 second derivatives are wrong, and E[H] = Lambda - E[(g - nu + Lambda u) (u - m)'] Q takes their place.
 
-Globals phi (D,), unconstrained, that enter the likelihood beside u move what data say of u, and how
-much that is.  There a site is
+Globals phi (D,) that enter the likelihood beside u move what data say of u, and how much that is.
+There a site is
 
     Lambda_i(phi) = exp(a_i' phi) Lambda_i,        nu_i(phi) = exp(a_i' phi) (nu_i - C_i phi),
 
-and where phi is the logarithm of the scale of Gaussian data q(u_i | v) is exact: a_i = -2, C_i = 0.  In
-general tr(W Lambda_i(phi)), W the covariance of q(u_i) in the middle of the draws of v, moves as
-tr(W E[H_i | v]): what H_i changes by where an entry of phi is that of another draw, with the same white
-noise in u_i, less what Lambda_i(phi) does, is regressed on what phi changes by, so that the noise of
-a_i is a share of these changes.  C_i = E[g_i a_i' - d g_i / d phi'] / E[exp(a_i' phi)], phi from that
-middle, moves the mean of q(u_i) as the maximum over u_i of p(u_i, y_i | v) moves with phi, to first
-order, by the implicit function theorem (Rue, Martino & Chopin 2009 correct a Laplace approximation so;
-here it is part of q).
+where a_i is 0 but for scales of the data, by which all that they say has a factor: with phi the
+logarithm of that of Gaussian data q(u_i | v) is exact, a_i = -2 and C_i = 0.  For them tr(W Lambda_i),
+W the covariance of q(u_i) in the middle of the draws of v, moves as tr(W E[H_i | v]): what H_i changes
+by where an entry of phi is that of another draw, with the same white noise in u_i, less what Lambda_i
+does, is regressed on what phi changes by, so that the noise of a_i is a share of these changes.  Other
+globals that change Lambda_i change nu_i by another factor, as t does in t u + noise.  The target
+C_i = E[g_i a_i' - d g_i / d phi'] / E[exp(a_i' phi)], phi from that middle, moves the mean of q(u_i) as
+the maximum over u_i of p(u_i, y_i | v) moves with phi, to first order, by the implicit function theorem
+(Rue, Martino & Chopin 2009 correct a Laplace approximation so; here it is part of q).
 
 A step of a unit is shortened so that no variance changes by more than 16-fold, no mean of an entry by
 more than three of its standard deviations, before and after, and all of them by that times the root of
@@ -43,7 +44,7 @@ from ..linalg.cholesky import solve_columns
 from ..linalg.products import matvec
 from ..linalg.spectral import positive_part
 from .conditional import Conditionals, UnitPriors
-from .slopes import Moving, Slopes
+from .slopes import Moving, Slopes, Swapped
 
 #: by what factor a precision changes in a step at most, and by how many sds a mean of one entry
 MOST_RATIO, MOST_SDS = 16.0, 3.0
@@ -99,9 +100,10 @@ class Sites:
         before, held, cross, growth = sites.linear, sites.precision, sites.cross, sites.growth
         now = Conditionals.of(typical, before, held)
         at = now.mean
-        if H is not None and moving is not None:
-            moving = moving._replace(phi=moving.phi.to(away) - middle)
-            growth = growth + share[:, None] * sites._growing(now, away, H, moving)
+        if moving is not None:
+            if H is not None and moving.swapped is not None:
+                swapped = moving.swapped._replace(phi=moving.swapped.phi.to(away) - middle)
+                growth = growth + share[:, None] * sites._growing(now, away, H, swapped)
             of_few = _growth(away[moving.few], growth).mean(0)[:, None, None]
             cross = (moving.cross + moving.g.unsqueeze(-1) * growth.unsqueeze(-2)) / of_few
         times = _growth(away, growth)
@@ -170,18 +172,18 @@ class Sites:
         visits = torch.where(finite, visits, self.visits)
         return Sites(linear, precision, cross, growth, visits).around(-middle)
 
-    def _growing(self, now: Conditionals, phi: Tensor, H: Tensor, moving: Moving) -> Tensor:
+    def _growing(self, now: Conditionals, phi: Tensor, H: Tensor, swapped: Swapped) -> Tensor:
         """By how much a (B, D) is too small, by what tr(W H) becomes where entries of phi (S, D) do."""
         half = solve_columns(now.root[0], now.prior.root[0].mT)
-        trace, other = (((half @ x) * half).sum((-2, -1)) for x in (H, moving.H))
-        draws, entry = moving.draws, moving.entry
-        times, then = (_growth(x, self.growth) for x in (phi, moving.phi))
+        trace, other = (((half @ x) * half).sum((-2, -1)) for x in (H, swapped.H))
+        draws, entry = swapped.draws, swapped.entry
+        times, then = (_growth(x, self.growth) for x in (phi, swapped.phi))
         size = trace.mean(0)
         rest = (other - trace[draws]) / size - (then - times[draws]) / times.mean(0)
         sd = phi.std(0, correction=0)
         unit = torch.where(sd > 0.0, 1.0 / sd, 0.0)
         # along each entry by least squares, less where their moves are small
-        change = (moving.phi - phi[draws]) * unit
+        change = (swapped.phi - phi[draws]) * unit
         products = torch.zeros_like(self.growth.mT).index_add(
             0, entry, change.sum(-1, keepdim=True) * rest
         )

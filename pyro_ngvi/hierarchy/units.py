@@ -57,8 +57,9 @@ class Units:
     ``dependent``: whether some of them are means of others.  ``effects``: deterministic sites, by the
     latent site whose place they take, which are linear in these with coefficients that depend on the
     globals, as u = m + s z: sites are on u then.  ``direct``: whether data see z through u alone.
-    ``coordinates``: the maps from unconstrained numbers to globals that sites follow, by name: those on
-    which the slope of the data in the units depends.
+    ``coordinates``: the maps from numbers phi to globals that sites follow, by name: those on which the
+    slope of the data in the units depends.  ``growing``: those of them that are a scale of the data, as
+    the slopes of all units have a factor of it; these are unconstrained in phi, others as they are.
     ``smooth``: whether no gradient of what is observed was seen to jump.
     ``pooled``: whether the prior of sites, or of the effects in their place, depends on the globals.
     """
@@ -72,6 +73,7 @@ class Units:
     effects: Mapping[str, LocalSite] = field(default_factory=dict)
     direct: bool = False
     coordinates: Mapping[str, Transform] = field(default_factory=dict)
+    growing: tuple[str, ...] = ()
     smooth: bool = True
     pooled: bool = True
     coloring: Coloring | None = None
@@ -85,9 +87,25 @@ class Units:
         """Names of the globals that sites follow."""
         return tuple(self.coordinates)
 
+    def gaussians(self, sites: Sites) -> Tensor:
+        """z (B, k) of a run."""
+        parts = []
+        for site in self.sites:
+            value = sites[site.name]["value"]
+            for transform in reversed(gaussian_of(sites[site.name])[1]):
+                value = transform.inv(value)
+            parts.append(site.rows(value))
+        return torch.cat(parts, -1)
+
     def phi_parts(self, values: Values) -> list[Tensor]:
         """The globals followed, in their coordinates."""
         return [cast(Tensor, to.inv(values[name])) for name, to in self.coordinates.items()]
+
+    def growing_entries(self, like: Values) -> Tensor:
+        """Numbers (G,) of the entries of phi that are of scales of the data."""
+        parts = zip(self.coordinates, self.phi_parts(like), strict=True)
+        grow = [torch.full_like(x[0].reshape(-1), float(name in self.growing)) for name, x in parts]
+        return torch.cat(grow).nonzero()[:, 0]
 
     def at_phi(self, phi: Tensor, like: Values) -> dict[str, Tensor]:
         """The other way round, (S, D) to values (S, ...) by site."""
