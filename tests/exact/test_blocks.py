@@ -583,11 +583,11 @@ def test_a_log_normal_number_is_a_global_and_the_evidence_exact() -> None:
 
 
 def test_weights_alone_do_not_vouch_for_a_block_that_cannot_be_integrated_out() -> None:
-    """By a grid the sd of the log length is .36, and the guide's .26, of all draws."""
-    torch.manual_seed(2)
-    x = torch.sort(6.0 * torch.rand(30).double()).values
-    y = (3.0 * x).sin() + 0.7 * torch.randn(30).double()
-    fit = ngvi.fit(partial(regressed, False, y, x), seed=18, progress=False)
+    """By a grid the sd of the log length is .51, and the guide's .35, of all draws."""
+    torch.manual_seed(7)
+    x = torch.sort(6.0 * torch.rand(24).double()).values
+    y = (3.0 * x).sin() + 0.6 * torch.randn(24).double()
+    fit = ngvi.fit(partial(regressed, False, y, x), seed=0, progress=False)
     assert fit.guide.units.names == ("log_noise", "f")
     assert fit.khat.decision == "intervals" and fit.verdict.decision == "unclear"
     assert "Not clear (k-hat" in repr(fit) and "Take ngvi.integrate(model, *args) or NUTS." in repr(
