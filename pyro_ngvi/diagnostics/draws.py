@@ -41,9 +41,7 @@ from .over_batches import OverBatches, need_all_data
 from .weights import systematic_resample
 
 MOST_DOUBLES = 10_000_000  # in an array that is stored in float64
-AT_ONCE = (
-    1 << 21
-)  # in the matrices of all draws that a guide makes at once: larger ones leave caches
+AT_ONCE = 1 << 21  # numbers in the matrices of draws of units that are made at once
 
 
 @dataclass(frozen=True)
