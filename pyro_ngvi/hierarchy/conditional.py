@@ -10,7 +10,8 @@ So effects shrink as their scale does.  In white coordinates, u = b + A w with w
 
     q(w | v) = N((R R')^-1 A' (nu - Lambda b), (R R')^-1),      R R' = I + A' Lambda A,
 
-which needs no inverse of the prior's covariance A A': smooth fields have nearly singular ones.
+which needs no inverse of the prior's covariance A A': smooth fields have nearly singular ones.  Where
+sites come from, and how they move with v: :mod:`pyro_ngvi.hierarchy.unit_sites`.
 """
 
 from __future__ import annotations
