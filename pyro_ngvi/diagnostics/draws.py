@@ -235,9 +235,9 @@ def guide_draws(
         return _of_guide(sites), density_of(sites, {n: site_log_prob(s) for n, s in sites.items()})
 
     if not isinstance(guide.func, ExactUnits):
-        matrices = guide.func.sites.precision if isinstance(guide.func, AutoHierarchical) else None
-        each = 0 if matrices is None else matrices.numel()
-        size = max(1, min(num_samples, AT_ONCE // max(each, 1)))
+        size = num_samples
+        if isinstance(guide.func, AutoHierarchical):
+            size = max(1, min(size, AT_ONCE // max(1, guide.func.sites.precision.numel())))
         return map_draws(guide, drawn, {}, num_samples, batch_size=size)
     # units given globals, for many draws at once
     values, (log_q, squares) = guide_draws(partial(guide.func.globals), num_samples)

@@ -101,10 +101,6 @@ class Conditionals(NamedTuple):
         pull = matvec(A.mT, linear - matvec(precision, prior.offset))
         return cls(prior, solve_transposed(root, solve(root, pull)), root)
 
-    def chosen(self, index: Tensor) -> Conditionals:
-        """At the draws of v of these numbers."""
-        return tree_map_only(Tensor, lambda x: x[index], self)
-
     def detached(self) -> Conditionals:
         return tree_map_only(Tensor, Tensor.detach, self)
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
 from pyro import poutine
 from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.poutine.util import site_is_subsample
+from torch.distributions import biject_to, identity_transform
 
 from ..guides import init_to_center
 from ..linalg.coloring import Coloring
@@ -19,7 +22,7 @@ from ..runtime.density import Site, Sites, is_latent, site_kind
 from ..runtime.pyro_adapter import is_marked
 from ..runtime.run import Minibatches, run_plainly
 from ..sites.probe_points import same
-from .probe import Probe, probed
+from .probe import Probe
 from .runs import Call, LocalSite, Model, Seen, gaussian_of, is_gaussian
 from .units import Units
 
@@ -28,6 +31,8 @@ MOST_ENTRIES, MOST_OF_BLOCK = 64, 512
 #: most of these that data see at once, where more than a unit has, times numbers of data: a step takes
 #: as many derivatives of each
 MOST_SEEN = MOST_OF_BLOCK**2
+#: most entries of globals that sites follow
+MOST_FOLLOWED = 128
 #: latent variables of a block whose prior is one for all globals above which Gaussian data make it pay
 WIDE = 100
 
@@ -61,6 +66,39 @@ def find_units(model: Model, args: Any, kwargs: Any, wanted: Sequence[str] | Uni
             if wanted is None and _others_are_pooled(call, units, sites, latent):
                 return _block(call, sites, latent, None)
         return units
+
+
+def probed(call: Call, units: Units, sites: Sites) -> Probe:
+    """The units with what moving them shows, one half at a time; refusals."""
+    probe = Probe(call, units, sites)
+    probe = probe.having(dependent=any([probe.is_dependent(here) for here in probe.near]))
+    probe = probe.with_effects()
+    probe = probe.having(pooled=probe.is_pooled())
+    e, u = probe.finite_moves()
+    probe.check_data(e, u)
+    if not probe.is_smooth(e, u):
+        return probe.having(smooth=False)
+    names = _few_enough(probe.entering(e), sites)
+    growing = probe.scales_of_data(names, e, u)
+    maps = {
+        n: biject_to(sites[n]["fn"].support) if n in growing else identity_transform for n in names
+    }
+    return probe.having(coordinates=maps, growing=growing)
+
+
+def _few_enough(entering: Sequence[str], sites: Sites) -> tuple[str, ...]:
+    """Those that sites follow, the small ones first."""
+    sizes = {name: sites[name]["value"].numel() for name in entering}
+    small = sorted(sizes, key=lambda name: sizes[name])
+    ends = dict(zip(small, accumulate(sizes[name] for name in small), strict=True))
+    left = [name for name in small if ends[name] > MOST_FOLLOWED]
+    if left:
+        warnings.warn(
+            f"AutoHierarchical: units do not follow {left[0]!r}, which enters their likelihood, as "
+            f"there are more than {MOST_FOLLOWED} such numbers. Its sd comes out too small.",
+            stacklevel=2,
+        )
+    return tuple(name for name in entering if ends[name] <= MOST_FOLLOWED)
 
 
 def in_plate(latent: Sites, wanted: Sequence[str] | None) -> Units:

@@ -149,7 +149,7 @@ class AutoHierarchical(MadeAtFirstCall):
             units, trace = find_units(call.model, args, kwargs, self._wanted), self.prototype_trace
             like = trace.nodes[units.names[0]]["value"].detach()
             values = {name: trace.nodes[name]["value"] for name in units.coordinates}
-            followed = sum(x.numel() for x in units.phi_parts(values))
+            followed = sum(shape.numel() for shape in units.phi_shapes(values).values())
             self.sites, self._units = SiteTable(like, units.size, units.width, followed), units
             if self._ours:
                 self.globals.find_start = partial(better_start, units, call, self.globals)
@@ -213,7 +213,7 @@ class AutoHierarchical(MadeAtFirstCall):
         """Move the sites by what the data say at the draws of q with that ``noise`` (S, B, k)."""
         found = slopes(self.units, given, x := q.draw(noise), weight)
         if found is not None:
-            moves = moving(self.units, given, self._conditionals, noise, weight)
+            moves = moving(self.units, given, x, self._conditionals, noise, weight)
             sites, phi = self.sites.rows(given.seen), self.units.phi(given)
             self.sites.put(given.seen, sites.moved(given.priors, phi, q.mean, x, found, moves))
 

@@ -6,19 +6,18 @@ nothing of the other half may change.  Then globals are moved.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, islice, product
+from itertools import islice, product
 from typing import Any
 
 import torch
 from pyro.distributions import ImproperUniform
 from pyro.infer.autoguide.initialization import InitMessenger, init_to_sample
 from torch import Tensor
-from torch.distributions import biject_to, identity_transform
+from torch.distributions import biject_to
 
 from ..linalg.host import fixed_normal, own_random_state
 from ..probing.kinks import jump
@@ -28,8 +27,6 @@ from .runs import Call, Given, LocalSite, Values
 from .slopes import slopes
 from .units import Units
 
-#: most entries of globals that sites follow
-MOST_FOLLOWED = 128
 #: most combinations of effects that are tried; more entries of globals than there can be
 MOST_CHOICES, MOST_ENTERING = 64, 1 << 62
 #: units among whose data a jump is looked for, on segments of so many times three prior sds, and how
@@ -37,24 +34,6 @@ MOST_CHOICES, MOST_ENTERING = 64, 1 << 62
 FEW, SEGMENTS, SHRINKS = 8, (1.0, 30.0), 6
 #: nats below the largest likelihood of a segment that are nothing, points that tell, numbers at most
 NOTHING, GRID, MOST_NUMBERS = 12.0, 65, 10_000_000
-
-
-def probed(call: Call, units: Units, sites: Sites) -> Probe:
-    """The units with what moving them shows, one half at a time; refusals."""
-    probe = Probe(call, units, sites)
-    probe = probe.having(dependent=any([probe.is_dependent(here) for here in probe.near]))
-    probe = probe.with_effects()
-    probe = probe.having(pooled=probe.is_pooled())
-    e, u = probe.finite_moves()
-    probe.check_data(e, u)
-    if not probe.is_smooth(e, u):
-        return probe.having(smooth=False)
-    names = _few_enough(probe.entering(e), sites)
-    growing = tuple(name for name in names if probe.is_scale_of_data(name, e, u))
-    maps = {
-        n: biject_to(sites[n]["fn"].support) if n in growing else identity_transform for n in names
-    }
-    return probe.having(coordinates=maps, growing=growing)
 
 
 class Probe:
@@ -300,23 +279,27 @@ class Probe:
         part = torch.zeros_like(length).index_copy(1, moved, (high - low) * length[:, moved])
         return start.index_add(1, moved, low * length[:, moved]), part
 
-    def is_scale_of_data(self, name: str, e: Tensor, u: Tensor) -> bool:
-        """Whether it changes slopes by factors that are the same at two places."""
-        here, there = self.globals
-        moved = {**here, name: torch.lerp(here[name], there[name], 0.1)}
-        places = product((here, moved), (e, e + u))
-        a, b, c, d = (self.units.gradient(self.given(at), x) for at, x in places)
-        return _agree(a * d, b * c, (a * d).abs().amax())
+    def scales_of_data(self, names: Sequence[str], e: Tensor, u: Tensor) -> tuple[str, ...]:
+        """Those of the globals that change slopes by factors that are the same at two places."""
+        here = self.given(self.globals[0])
+        a, b = (self.units.gradient(here, x) for x in (e, e + u))
+
+        def is_scale(name: str) -> bool:
+            c, d = (self.units.gradient(self._with_other(name), x) for x in (e, e + u))
+            return _agree(a * d, b * c, (a * d).abs().amax())
+
+        return tuple(name for name in names if is_scale(name))
 
     def entering(self, e: Tensor) -> list[str]:
         """The globals on which the slopes of the data in the units depend, at the same x."""
-        (here, there), changed = self.globals, self._changed(e, self.globals[0])
+        here = self.globals[0]
+        changed = self._changed(e, here)
+        return [name for name in here if bool(changed(self._with_other(name), e).any())]
 
-        def moves(name: str) -> bool:
-            at = {**here, name: torch.lerp(here[name], there[name], 0.1)}
-            return bool(changed(self.given(at), e).any())
-
-        return [name for name in here if moves(name)]
+    def _with_other(self, name: str) -> Given:
+        """The units where that of the globals is another."""
+        here, there = self.globals
+        return self.given({**here, name: torch.lerp(here[name], there[name], 0.1)})
 
 
 def _elsewhere(site: Site) -> Any:
@@ -333,18 +316,3 @@ def _agree(a: Tensor, b: Tensor, size: Tensor | float = 0.0) -> bool:
     eps = torch.finfo(b.dtype).eps
     close = (a - b).abs() <= 3.0 * eps**0.5 * b.abs() + 100.0 * eps * size
     return bool((close | (a == b) | (a.isnan() & b.isnan())).all())
-
-
-def _few_enough(entering: Sequence[str], sites: Sites) -> tuple[str, ...]:
-    """Those that sites follow, the small ones first."""
-    sizes = {name: sites[name]["value"].numel() for name in entering}
-    small = sorted(sizes, key=lambda name: sizes[name])
-    ends = dict(zip(small, accumulate(sizes[name] for name in small), strict=True))
-    left = [name for name in small if ends[name] > MOST_FOLLOWED]
-    if left:
-        warnings.warn(
-            f"AutoHierarchical: units do not follow {left[0]!r}, which enters their likelihood, as "
-            f"there are more than {MOST_FOLLOWED} such numbers. Its sd comes out too small.",
-            stacklevel=2,
-        )
-    return tuple(name for name in entering if ends[name] <= MOST_FOLLOWED)

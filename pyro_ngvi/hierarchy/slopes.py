@@ -71,17 +71,17 @@ def slopes(units: Units, given: Given, x: Tensor, weight: float = 1.0) -> Slopes
 def moving(
     units: Units,
     given: Given,
+    x: Tensor,
     q_of: Callable[[Given], Conditionals],
     noise: Tensor,
     weight: float = 1.0,
 ) -> Moving | None:
-    """At draws of q, ``q_of`` what is given, with white ``noise`` (S, B, k); None where no globals are
-    followed."""
+    """At draws x (S, B, k) of q, ``q_of`` what is given, with white ``noise`` (S, B, k); None where no
+    globals are followed."""
     if not units.coordinates:
         return None
-    few = _evenly(len(noise), FEW_DRAWS, noise.device)
-    here = given.chosen(few)
-    cross, g = _cross(units, here, q_of(here).draw(noise[few]), weight)
+    few = _evenly(len(x), FEW_DRAWS, x.device)
+    cross, g = _cross(units, given.chosen(few), x[few], weight)
     swapped = _swapped(units, given, q_of, noise, weight) if units.growing else None
     return Moving(cross, g, few, swapped)
 
@@ -95,7 +95,10 @@ def _swapped(
 ) -> Swapped:
     phi, device = units.phi(given), noise.device
     draws, every = _evenly(len(noise) // 2, SWAPPED, device), torch.arange(SWAPPED, device=device)
-    entries = units.growing_entries(given.values).to(device)
+    names = [
+        n for n, shape in units.phi_shapes(given.values).items() for _ in range(shape[1:].numel())
+    ]
+    entries = torch.tensor([i for i, n in enumerate(names) if n in units.growing], device=device)
     entry = entries[torch.randperm(len(entries), device=device)[every % len(entries)]]
     moved, now = phi[draws], given.chosen(draws)
     moved[every, entry] = phi[draws.roll(1), entry]

@@ -93,17 +93,18 @@ class Sites:
         """After a step towards the targets, from slopes at draws u (S, B, k) of a q with that ``mean``
         (S, B, k) at globals phi (S, D), and how they are ``moving`` with phi; H from g where it is not
         given."""
-        g, H, middle, typical = slopes.g, slopes.H, phi.to(self.cross).mean(0), prior.typical()
+        g, H, phi, typical = slopes.g, slopes.H, phi.to(self.cross), prior.typical()
         share = (MEMORY / (self.visits + 1.0)).clamp_max(FIRST_SHARE)
         # from here on phi is what it is away from the middle of the draws of v
-        sites, away = self.around(middle), phi.to(self.cross) - middle
+        middle = phi.mean(0)
+        sites, away = self.around(middle), phi - middle
         before, held, cross, growth = sites.linear, sites.precision, sites.cross, sites.growth
         now = Conditionals.of(typical, before, held)
-        at = now.mean
+        at, half = now.mean, solve_columns(now.root[0], typical.root[0].mT)
         if moving is not None:
             if H is not None and moving.swapped is not None:
                 swapped = moving.swapped._replace(phi=moving.swapped.phi.to(away) - middle)
-                growth = growth + share[:, None] * sites._growing(now, away, H, swapped)
+                growth = growth + share[:, None] * sites._growing(half, away, H, swapped)
             of_few = _growth(away[moving.few], growth).mean(0)[:, None, None]
             cross = (moving.cross + moving.g.unsqueeze(-1) * growth.unsqueeze(-2)) / of_few
         times = _growth(away, growth)
@@ -129,7 +130,6 @@ class Sites:
         cross = torch.where(finite[:, None, None], cross, sites.cross)
         growth = torch.where(finite[:, None], growth, self.growth)
         change = share[:, None, None] * (wanted - held)
-        half = solve_columns(now.root[0], typical.root[0].mT)
         relative = half @ change @ half.mT
         values = torch.linalg.eigvalsh(0.5 * (relative + relative.mT))
         up, down = values[:, -1] / (MOST_RATIO - 1.0), -values[:, 0] / (1.0 - 1.0 / MOST_RATIO)
@@ -172,9 +172,9 @@ class Sites:
         visits = torch.where(finite, visits, self.visits)
         return Sites(linear, precision, cross, growth, visits).around(-middle)
 
-    def _growing(self, now: Conditionals, phi: Tensor, H: Tensor, swapped: Swapped) -> Tensor:
-        """By how much a (B, D) is too small, by what tr(W H) becomes where entries of phi (S, D) do."""
-        half = solve_columns(now.root[0], now.prior.root[0].mT)
+    def _growing(self, half: Tensor, phi: Tensor, H: Tensor, swapped: Swapped) -> Tensor:
+        """By how much a (B, D) is too small, by what tr(W H), W = half' half, becomes where entries of
+        phi (S, D) do."""
         trace, other = (((half @ x) * half).sum((-2, -1)) for x in (H, swapped.H))
         draws, entry = swapped.draws, swapped.entry
         times, then = (_growth(x, self.growth) for x in (phi, swapped.phi))

@@ -101,18 +101,17 @@ class Units:
         """The globals followed, in their coordinates."""
         return [cast(Tensor, to.inv(values[name])) for name, to in self.coordinates.items()]
 
-    def growing_entries(self, like: Values) -> Tensor:
-        """Numbers (G,) of the entries of phi that are of scales of the data."""
-        parts = zip(self.coordinates, self.phi_parts(like), strict=True)
-        grow = [torch.full_like(x[0].reshape(-1), float(name in self.growing)) for name, x in parts]
-        return torch.cat(grow).nonzero()[:, 0]
+    def phi_shapes(self, values: Values) -> dict[str, torch.Size]:
+        """Shapes of the globals followed, in their coordinates."""
+        known = self.coordinates.items()
+        return {name: torch.Size(to.inverse_shape(values[name].shape)) for name, to in known}
 
     def at_phi(self, phi: Tensor, like: Values) -> dict[str, Tensor]:
         """The other way round, (S, D) to values (S, ...) by site."""
-        parts = self.phi_parts(like)
-        split = phi.split([x[0].numel() for x in parts], -1)
-        named = zip(self.coordinates.items(), parts, split, strict=True)
-        return {n: cast(Tensor, to(y.reshape(x.shape).to(x))) for (n, to), x, y in named}
+        shapes = self.phi_shapes(like)
+        split = phi.split([shape[1:].numel() for shape in shapes.values()], -1)
+        named = zip(self.coordinates.items(), shapes.values(), split, strict=True)
+        return {n: cast(Tensor, to(y.reshape(at).to(like[n]))) for (n, to), at, y in named}
 
     def phi(self, given: Given) -> Tensor:
         """These at S draws, one after the other, (S, D)."""

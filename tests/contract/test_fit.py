@@ -33,7 +33,7 @@ from pyro_ngvi.fitting.ladder import climb
 from pyro_ngvi.fitting.progress import Progress
 from pyro_ngvi.fitting.result import Result
 from pyro_ngvi.fitting.ways import way_of_effect, way_on
-from pyro_ngvi.hierarchy.probe import probed
+from pyro_ngvi.hierarchy.find import probed
 from tests.contract import export_examples
 from tests.contract.registry import data, regression
 

@@ -540,7 +540,7 @@ def test_what_is_followed_is_minus_the_mean_mixed_derivative() -> None:
     noise, q = normal(S, 3, 2, seed=3), guide._conditionals(given)
     x = q.draw(noise)
     found: Any = slopes(guide.units, given, x)
-    moves: Any = moving(guide.units, given, guide._conditionals, noise)
+    moves: Any = moving(guide.units, given, x, guide._conditionals, noise)
 
     def log_p(u: Tensor, b: Tensor, a: Tensor, y: Tensor) -> Tensor:
         return dist.Poisson((b + a * u[0] + 0.5 * u[1]).exp()).log_prob(y)
@@ -651,7 +651,8 @@ def test_slopes_where_a_scale_is_another_have_the_noise_of_their_draws() -> None
     at = {name: normal(n, seed=i) for i, name in enumerate(names)}
     at |= {"t": at["t"].exp(), "s": at["s"].exp()}
     given, noise = guide.units.given(guide._call((y,), {}), at), normal(n, 7, 1, seed=9)
-    found: Any = moving(guide.units, given, guide._conditionals, noise)
+    x = guide._conditionals(given).draw(noise)
+    found: Any = moving(guide.units, given, x, guide._conditionals, noise)
     swapped = found.swapped
     assert swapped.draws.tolist() == [0, 1, 2, 3] and swapped.entry.tolist() == [1] * 4
     for i, h in enumerate(swapped.H):
