@@ -175,7 +175,8 @@ class KHat:
     @property
     def doubtful(self) -> bool:
         """Whether k-hat alone doubts weights worth half of the draws: more draws may tell."""
-        return self.khat > self.threshold and self.ess >= HALF * len(self.log_weights)
+        large = self.khat > self.threshold and not self.nearly_equal
+        return large and self.ess >= HALF * len(self.log_weights)
 
     @property
     def unsure(self) -> bool:

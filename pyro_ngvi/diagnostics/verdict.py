@@ -34,6 +34,9 @@ from .weights import (
 MORE, MOST = 16, 50_000_000
 #: and the seconds that they may take, where they are for the sake of resampling alone
 PATIENCE = 15.0
+#: draws of the prior at most, where few leave it open whether a mode is missed, and the error of their
+#: evidence from which two modes may look like one
+PRIOR, UNSURE = 64_000, 0.2
 
 
 def khat(
@@ -125,13 +128,17 @@ def judge(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> KHat:
         if found.ess > 0.0 and fitted.joint is fitted.model and alone:
             few, of_guide = max(len(log_ratio) // 4, MIN_DRAWS), evidence_of(log_ratio)
             joints = None if fitted.batches is None else fitted.joints
-            for count in (few, MORE * few) if more else (few,):
+            counts = [few, *(n for n in (MORE * few, MORE**2 * few) if more and n <= PRIOR)]
+            for count in counts:
                 prior = prior_evidence(fitted.model, fitted.latent, count, batch_size, joints)
                 if prior is None:
                     break
                 missed = missed_nats(prior, of_guide)
-                # an excess of few draws, however large, may be the luck of one of them
-                if prior.log < of_guide.log + NOTICED:
+                # an excess of few draws, however large, may be the luck of one of them; that there is
+                # none the lack of it, where they are nearly enough to tell
+                more_tell = UNSURE < prior.error < HALF
+                most = prior.log + (math.log1p(2.0 * prior.error) if more_tell else 0.0)
+                if most < of_guide.log + NOTICED or (missed > 0.0 and count > few):
                     break
         spread = log_ratio.std(ddof=1) if np.isfinite(log_ratio).all() else np.nan
         with torch.no_grad():  # some guides estimate a constant in log q

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -132,6 +133,18 @@ def check_sums(loss: Any, guide: Any, sites: Sites, args: Any, kwargs: Any) -> N
             f"{type(loss).__name__} does not sum out the site {name!r}, which is marked to be "
             f"enumerated: the fit would be of another posterior. Leave loss= out, which takes "
             f"BatchedELBO, or pass pyro.infer.TraceEnum_ELBO()."
+        )
+
+
+def warn_of_minibatches(sites: Sites, plates: Collection[str]) -> None:
+    """Of ``plates`` whose examples the model draws itself: no figure of a fit is one of all data."""
+    for name in plates:
+        warnings.warn(
+            f"The plate {name!r} takes {len(sites[name]['value'])} of {sites[name]['fn'].size} "
+            "examples at each step, so that this fit will have no verdict or predictions. Make the "
+            "size an argument of the model, and pass the full size, or minibatches as data=loader.",
+            UserWarning,
+            stacklevel=2,
         )
 
 

@@ -27,18 +27,10 @@ from ..optim.rule import require
 from ..runtime.checks import check_missing, warn_of_noise
 from ..runtime.run import Minibatches, look
 from ..runtime.store import ModuleParams
+from . import door
 from .advice import Advice, Structure, advise
 from .batches import Batches
 from .checkpoint import called, collect, restore, write
-from .door import (
-    check_batch,
-    check_guide_of,
-    check_names,
-    check_sums,
-    is_true,
-    naming_arguments,
-    take_guide,
-)
 from .kept import Kept
 from .ladder import climb
 from .progress import Progress, signals
@@ -90,7 +82,7 @@ class Fit(Result):
         compile: bool | str = False,
         distributed: Mapping[str, Any] | None = None,
     ) -> None:
-        check_names(advice.model, kwargs)
+        door.check_names(advice.model, kwargs)
         super().__init__(advice.model, args, kwargs)
         self.advice = advice
         self.svi: Any = advice.svi(known=True)
@@ -132,13 +124,13 @@ class Fit(Result):
         """
         self._unseen = self._unseen or bool(args or kwargs)
         if args or kwargs:
-            check_names(self.model, kwargs)
+            door.check_names(self.model, kwargs)
             self.args, self.kwargs = args, kwargs
         if data is not None and data is not getattr(self.batches, "source", None):
             self.batches, self.stop.batches = Batches.after(self.batches, data), Batches(data)
         if self._unseen or data is not None:
             self.stop.best.best = None  # of other data, perhaps
-        take_guide(self.svi.guide, self._kept.mark)
+        door.take_guide(self.svi.guide, self._kept.mark)
         self.put_back()
         stop = self.stop
         stop.limit(max_steps, max_time, tol)
@@ -158,7 +150,7 @@ class Fit(Result):
                 while True:
                     ended = self._step(bar)
                     # a list, so that all of them are called
-                    asked = [is_true(callback(self)) for callback in callbacks]
+                    asked = [door.is_true(callback(self)) for callback in callbacks]
                     reasons = [*noted, *[stop.reason] * ended, *["callback"] * any(asked)]
                     why = next(iter(reasons), None)
                     why = why if self.distributed is None else self.svi.agreed(why)
@@ -201,16 +193,17 @@ class Fit(Result):
     def _check(self, args: Any) -> None:
         """What arguments tell that no step has seen."""
         with poutine.block(), ModuleParams(), pyro.validation_enabled(False):
-            again = partial(
-                look, self.model, args=args, kwargs=self.kwargs, minibatches=Minibatches()
-            )
+            batch = Minibatches()
+            again = partial(look, self.model, args=args, kwargs=self.kwargs, minibatches=batch)
             seen = again({})
             with own_random_state(torch.initial_seed() // 2 + 1):  # another draw of the prior
                 check_missing(seen, again)
                 with suppress(RuntimeError):  # of a density that cannot be evaluated there
                     warn_of_noise(seen, again)
-            check_sums(self.advice.loss, self.svi.guide, seen, args, self.kwargs)
-        if self.batches is not None:
+            door.check_sums(self.advice.loss, self.svi.guide, seen, args, self.kwargs)
+        if self.batches is None:
+            door.warn_of_minibatches(seen, batch)
+        else:
             self.batches.warn_of_no_share(seen)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -230,7 +223,7 @@ class Fit(Result):
 
     def put_back(self) -> None:
         """Restore parameters that another fit has trained on, or that left the store, or of a file."""
-        check_guide_of(self.svi.guide, self._kept.mark)
+        door.check_guide_of(self.svi.guide, self._kept.mark)
         self._kept.put_back()
         if self._saved is None:
             return
@@ -310,7 +303,7 @@ def fit(
         >>> fit.why_stopped, fit.guide.median()["m"].round()
         ('converged', tensor(2.))
     """
-    check_names(model, kwargs)
+    door.check_names(model, kwargs)
     if seed is not None:
         pyro.set_rng_seed(apart(operator.index(seed), 1))  # of NumPy's integers too
     by_ladder = isinstance(guide, str) and guide == "auto"
@@ -321,7 +314,7 @@ def fit(
         )
     first = args if data is None else next(Batches(data))
     if data is not None:
-        check_batch(model, first, kwargs)
+        door.check_batch(model, first, kwargs)
     parts = {"optim": optim, "loss": loss, "num_particles": num_particles}
     how: dict[str, Any] = {"max_steps": max_steps, "progress": progress, "every": every}
     how["callbacks"] = list(callbacks)
@@ -341,7 +334,7 @@ def fit(
         path = checkpoint if best is None else None
         return made.resume(max_time=max_time, checkpoint=path, **how)
 
-    with naming_arguments(model, first, kwargs):
+    with door.naming_arguments(model, first, kwargs):
         if not by_ladder:
             return one(guide, max_time)
         best = climb(Structure(model, first, kwargs), one, max_time)

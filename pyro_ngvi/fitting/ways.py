@@ -60,7 +60,7 @@ def way_on(fit: Result) -> str:
             return lost or f'{blind}: if there is one, pass guide="AutoHierarchical".'
         if any(rung.guide == "AutoHierarchical" for rung in fit.rungs):
             how = 'to_arviz(corrected=True) of a fit with guide="AutoHierarchical"'
-            return f"Or take {how}, which has its own verdict."
+            return f"Take {how}, which has its own verdict."
         how = 'pass guide="AutoHierarchical"'
         more = ', or "auto", which goes on to others' * climbs
         there = "is" if units.is_block else "are"
@@ -81,7 +81,7 @@ def way_on(fit: Result) -> str:
             _way_of_jump(guide, *model)
             or _way_of_cut(fit._flat)
             or (way_of_effect(*model) if narrow else "")
-            or 'Or pass guide="auto", which goes on to richer guides.' * climbs
+            or 'Pass guide="auto", which goes on to richer guides.' * climbs
         )
     less = verdict.is_rough if verdict.ok else verdict.decision == "resample"
     return 'For less error pass guide="auto", which goes on to richer guides.' * (less and climbs)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..families.base import Tensors
+from ..runtime.in_double import in_double
 
 #: nats within which two ELBOs are those of one mode
 SAME = 1.0
@@ -84,12 +85,14 @@ class Gaussian:
     Attributes:
         elbo: in nats, by a few draws.
         spread: variance of log p - log q over them: about twice the KL divergence, if that is small.
+        off: nats by which rounding had put the ELBO too high.
     """
 
     loc: Tensor
     precision: Tensor
     elbo: float
     spread: float
+    off: float = 0.0
 
     def log_mass(self, theta: Tensor) -> Tensor:
         """Log density at theta (..., d) times the mass of the mode, up to a constant: (...)."""
@@ -109,6 +112,16 @@ def lower(ratio: Tensor, errors: float = 0.0) -> float:
     """Mean (S,) less standard errors; -inf where it is not a number."""
     value = float(ratio.mean() - errors * ratio.std() / len(ratio) ** 0.5)
     return value if value == value else -torch.inf
+
+
+def rounding(f: Callable[[Tensor], Tensor], theta: Tensor) -> float:
+    """Nats by which the mean of f at points (S, d) is too small for its dtype, as where a dispersion is
+    1e7; 0 where float64 gives no other number, or none."""
+    right = None if theta.dtype == torch.float64 else in_double(f, theta)
+    if right is None:
+        return 0.0
+    off = float((right - f(theta)).mean())
+    return off if abs(off) > SAME else 0.0  # also of what is not finite
 
 
 def holder(known: Iterable[Gaussian], theta: Tensor) -> Gaussian | None:

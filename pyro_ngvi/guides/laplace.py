@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from itertools import chain, islice, tee
 from typing import Any
 
@@ -40,7 +41,7 @@ from ..linalg.noise import centred
 from .ascent import ascended
 from .deadline import is_late
 from .expectations import DRAWS, LEFT, smoothed
-from .found import BARRIER, COMPARABLE, SAME, Found, Gaussian, holder, lower, modes_of
+from .found import BARRIER, COMPARABLE, SAME, Found, Gaussian, holder, lower, modes_of, rounding
 from .scouts import led, looks_convex
 
 LogDensity = Callable[[Tensor], Tensor]  # theta (S, d) to (S,)
@@ -200,6 +201,9 @@ class Search:
             with suppress(RuntimeError, ValueError):
                 before, q = q, self.gaussian(*smoothed(self, q, self.compared))
                 self.smoothed_ends.append((before, q))
+        draws = self.draws(self.compared, self.compared.matched(q.loc, q.precision), COMPARED)
+        if off := rounding(self.f, draws):
+            q = replace(q, elbo=q.elbo - off, off=off)
         self.ends.append(q)
         return q
 
@@ -307,7 +311,10 @@ class Search:
         if len(best) < 2:
             return next(iter(best), None)
         params = [self.compared.matched(q.loc, q.precision) for q in best]
-        elbos = [self.elbo(self.compared, p, FINAL, 2.0) for p in params]
+        elbos = [
+            self.elbo(self.compared, p, FINAL, 2.0) - q.off
+            for p, q in zip(params, best, strict=True)
+        ]
         return best[elbos.index(max(elbos))]
 
     def member(self, q: Gaussian, family: Any) -> Tensors:

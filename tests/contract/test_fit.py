@@ -1003,7 +1003,7 @@ def test_where_no_draws_are_usable_the_elbo_decides(monkeypatch: pytest.MonkeyPa
     best = climb(structure, fit, None)
     assert [rung.elbo for rung in best.rungs] == [-2.0, -1.0]
     assert best.guide is ngvi.AutoCouplingFlow
-    told = 'Or take to_arviz(corrected=True) of a fit with guide="AutoHierarchical"'
+    told = 'Take to_arviz(corrected=True) of a fit with guide="AutoHierarchical"'
     assert way_on(best).startswith(told)
 
 
@@ -1078,7 +1078,7 @@ def test_a_distrusted_guide_is_told_of_units(plain_start: None) -> None:
 
 
 def test_a_distrusted_guide_is_told_of_richer_ones_that_were_not_tried(plain_start: None) -> None:
-    how = 'Or pass guide="auto", which goes on to richer guides.'
+    how = 'Pass guide="auto", which goes on to richer guides.'
     for guide, told in (("AutoFullRankNormal", True), ("AutoCouplingFlow", False), ("auto", False)):
         fit = ngvi.fit(banana, guide=guide, seed=0, max_steps=1)
         assert not fit.verdict.ok and fit.verdict.decision != "resample"
@@ -1132,7 +1132,7 @@ SERIES = torch.tensor([0.0, 1.0, 1.0, 3.0, 2.0, 4.0])
             "There are 6 units of 1 latent variable (z) in the plate 'regions', given s: pass",
         ),
         (process, "There is a block of 6 latent variables (f), given s: pass guide="),
-        (coefficients, 'Or pass guide="auto", which goes on to richer guides.'),
+        (coefficients, 'Pass guide="auto", which goes on to richer guides.'),
     ],
 )
 def test_a_narrow_guide_of_an_effect_is_told_of_what_is_wider(model: Any, told: str) -> None:

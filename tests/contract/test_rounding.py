@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import pyro_ngvi as ngvi
-from pyro_ngvi.diagnostics.rounding import InDouble
+from pyro_ngvi.runtime.in_double import InDouble
 
 WORDS = "Rounding puts log p off by"
 

@@ -211,6 +211,21 @@ def test_a_khat_of_nearly_equal_weights_is_made_sure_of(seed: int) -> None:
     assert data["sample_stats"]["log_weights"].shape == (1, 1000)
 
 
+def test_weights_that_are_nearly_equal_need_no_more_draws() -> None:
+    """A k-hat above its bound is that of noise where all weights together are worth their number."""
+
+    def exact_but_for_noise() -> None:
+        z = pyro.sample("z", dist.Normal(torch.zeros(20, dtype=torch.float64), 1.0).to_event(1))
+        pyro.factor("noise", 1e-3 * (z[0] > 2.5).double() * (z[1] * 40.0).sin().exp())
+
+    def guide() -> None:
+        pyro.sample("z", dist.Normal(torch.zeros(20, dtype=torch.float64), 1.0).to_event(1))
+
+    found = khat(exact_but_for_noise, guide, seed=0)
+    assert found.khat > found.threshold and found.nearly_equal
+    assert found.ok and len(found.log_weights) == 1000 and "k-hat says nothing" in found.verdict
+
+
 def test_no_more_draws_than_memory_bears(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pyro_ngvi.diagnostics.verdict.MOST", 16_000 * 6 - 1)  # a latent, five data
     found = khat(counts, lognormal, COUNTS, seed=0)

@@ -23,6 +23,7 @@ from pyro_ngvi.families import FactorPrecisionNormal, FullRankNormal, MeanFieldN
 from pyro_ngvi.guides import expectations, laplace
 from pyro_ngvi.guides.ascent import ascended
 from pyro_ngvi.guides.deadline import ending_by
+from pyro_ngvi.guides.found import rounding
 from pyro_ngvi.guides.laplace import LARGEST, Found, Search, best_gaussian
 from pyro_ngvi.guides.scouts import looks_convex
 from pyro_ngvi.guides.search import UNASKED, start_points
@@ -601,6 +602,51 @@ def test_a_mode_without_mass_is_no_start() -> None:
     # steps on expectations from the best of the others end where natural gradients do
     assert report.given < path < steps - 100.0 and abs(steps - max(others)) < 1.0
     assert 0.6 < float(guide.median()["s"]) < 1.1
+
+
+def counts(dtype: torch.dtype) -> tuple[Any, Tensor, Tensor]:
+    """Negative binomial: where the dispersion is large log p is a difference of large log gammas."""
+    torch.manual_seed(3)
+    X, b = torch.randn(150, 12, dtype=torch.float32), 0.3 * torch.randn(12, dtype=torch.float32)
+    six = torch.tensor(0.6, dtype=torch.float32)
+    y = dist.GammaPoisson(six, six / torch.exp(0.5 + X @ b)).sample()
+
+    def model(X: Tensor, y: Tensor) -> None:
+        one = torch.ones((), dtype=dtype)
+        a: Any = pyro.sample("a", dist.Normal(0.0 * one, 3.0))
+        w: Any = pyro.sample("w", dist.Normal(torch.zeros(12, dtype=dtype), 1.0).to_event(1))
+        phi: Any = pyro.sample("phi", dist.HalfCauchy(one))
+        with pyro.plate("data", len(X)):
+            pyro.sample("y", dist.GammaPoisson(phi, phi * torch.exp(-a - X @ w)), obs=y)
+
+    return model, X.to(dtype), y.to(dtype)
+
+
+def test_a_mode_that_is_rounding_is_no_start() -> None:
+    """In float32 a path goes to a dispersion of 1e7, where log p is 1,700 and no number."""
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        model, *args = counts(dtype)
+        guide = ngvi.AutoFullRankNormal(model)
+        guide(*args)
+        assert guide.start_report is not None and max(guide.start_report.elbos) < -290.0
+        found.append((max(guide.start_report.elbos), float(guide.median()["phi"])))
+    assert found[0] == pytest.approx(found[1], abs=0.1)  # of 32 draws, other ones by dtype
+
+
+@pytest.mark.parametrize("phi", [1e-1, 1e7, 1e13])
+def test_rounding_is_measured_in_float64(phi: float) -> None:
+    """At 1e13 all neighbours round alike: float32 loses all of phi + y."""
+
+    def f(z: Tensor) -> Tensor:
+        y = torch.arange(40.0, dtype=torch.float32)
+        phi = z[..., 0].exp().unsqueeze(-1)
+        return -((phi + y).lgamma() - phi.lgamma() - y * phi.log()).sum(-1)
+
+    single = torch.tensor([[math.log(phi)], [math.log(phi) + 0.1]], dtype=torch.float32)
+    off = rounding(f, single)
+    assert off == float((f(single.double()) - f(single)).mean()) * (phi > 1.0)
+    assert (abs(off) > 100.0) == (phi > 1.0) and rounding(f, single.double()) == 0.0
 
 
 def test_a_gaussian_of_a_mode_is_compared_with_nothing() -> None:
