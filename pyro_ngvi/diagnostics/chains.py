@@ -15,12 +15,15 @@ from ..runtime.waiting import waiting
 ACCEPTED, ADAPTING, LEAP = 0.8, 4, 1.2
 #: leapfrog steps of a trajectory, at most, and its length in sds of the guide: a quarter of a period
 MOST_LEAPS, LENGTH = 16, 0.5 * math.pi
+#: last states of a chain that are kept, if so many follow the adaptation
+KEPT = 4
 
 
 def run_chains(
     log_prob: Callable[[Tensor], Tensor], start: Tensor, num_steps: int
 ) -> tuple[Tensor, float]:
-    """The ends (S, d) of all chains at once on ``log_prob``, (S, d) to (S,), and the share accepted."""
+    """The last states (K, S, d) of all chains at once on ``log_prob``, (S, d) to (S,), and the share
+    accepted."""
     S, d = start.shape
     center = start.mean(0)
     factor, info = torch.linalg.cholesky_ex(torch.cov(start.mT).reshape(d, d))
@@ -34,7 +37,7 @@ def run_chains(
 
     u = torch.linalg.solve_triangular(factor, (start - center).mT, upper=False).mT
     value, grad = gradient(u)
-    leap, rates = LEAP / d**0.25, []
+    leap, rates, kept = LEAP / d**0.25, [], []
     for step in waiting("chains that judge the guide", range(num_steps), "step"):
         momentum = torch.randn_like(u)
         length = LENGTH * (0.5 + float(torch.rand(())))
@@ -55,4 +58,5 @@ def run_chains(
             leap = min(leap * math.exp(rate - ACCEPTED), LENGTH)
         else:
             rates.append(rate)
-    return center + u @ factor.mT, sum(rates) / len(rates)
+            kept = [*kept[1 - KEPT :], u]
+    return center + torch.stack(kept) @ factor.mT, sum(rates) / len(rates)

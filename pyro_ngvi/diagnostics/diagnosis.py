@@ -24,7 +24,7 @@ from torch import Tensor
 from ..hierarchy import AutoHierarchical, ExactUnits
 from ..runtime.density import feasible_value
 from ..runtime.model_density import ModelDensity
-from .chains import ADAPTING, run_chains
+from .chains import ADAPTING, KEPT, run_chains
 from .correction import Corrected, decision_on, moved_by_weights
 from .draws import MOST_DOUBLES, guide_draws, random_state
 from .khat import HALF, KHat
@@ -241,8 +241,8 @@ def diagnose(
     """Whether to believe a trained guide, by short chains from its draws: bounds on errors of means and
     sds of every site, as it is and unconstrained, where k-hat tells of the joint distribution alone.
 
-    Hamiltonian Monte Carlo of T steps leads draws x_0 to x_T; with rho their correlation, cut to
-    [0, 0.7], an entry of the posterior has (Wang, Kasprzak & Huggins 2023, AISTATS, for the idea)
+    Hamiltonian Monte Carlo of T steps leads draws x_0 to x_T, the last four states; with rho their
+    correlation, cut to [0, 0.7], an entry has (Wang, Kasprzak & Huggins 2023, AISTATS, for the idea)
 
         mean = E x_0 + (E x_T - E x_0) / (1 - rho),   Var = Var x_0 + (Var x_T - Var x_0) / (1 - rho^2).
 
@@ -279,8 +279,7 @@ def diagnose(
     if isinstance(guide, AutoHierarchical) and (found := without_chains(*how)):
         return found
     with random_state(seed, stream=2):
-        drawn = partial(guide_draws, partial(guide, *args, **kwargs))
-        values, _ = drawn(num_chains)
+        values, _ = guide_draws(partial(guide, *args, **kwargs), MORE_CHAINS * num_chains)
 
         def at_draw(site: Any) -> Tensor:
             """Where the model runs for sure; in the middle of all supports it may be NaN."""
@@ -288,14 +287,10 @@ def diagnose(
 
         density = ModelDensity(model, args, kwargs, init_loc_fn=at_draw)
 
-        def packed(values: Any) -> Tensor:
-            return density.pack(values).detach()
-
-        modes_at = getattr(guide, "modes_at", _one_mode)
-        found = _by_chains(density, packed(values), modes_at, num_steps, weights)
+        draws, modes_at = density.pack(values).detach(), getattr(guide, "modes_at", _one_mode)
+        found = _by_chains(density, draws, num_chains, modes_at, num_steps, weights)
         if found.is_undecided:
-            start = packed(drawn(MORE_CHAINS * num_chains)[0])
-            found = _by_chains(density, start, modes_at, num_steps, weights)
+            found = _by_chains(density, draws, len(draws), modes_at, num_steps, weights)
     return found
 
 
@@ -322,9 +317,11 @@ def _one_mode(x: Tensor) -> Tensor:
 
 
 def _by_chains(
-    density: ModelDensity, start: Tensor, modes_at: Any, num_steps: int, weights: KHat
+    density: ModelDensity, draws: Tensor, chains: int, modes_at: Any, num_steps: int, weights: KHat
 ) -> Diagnosis:
-    """What chains say that begin at draws (S, d) of a guide, in its modes ``modes_at(x)``."""
+    """What so many chains say that begin at the first of draws (S, d) of a guide, in its modes
+    ``modes_at(x)``."""
+    start, rest = draws[:chains], draws[chains:]
     # chains do not go between the modes of a mixture that are apart
     counts = modes_at(start).unique(return_counts=True)
     modes = [int(m) for m, count in zip(*counts, strict=True) if count >= FEWEST_CHAINS]
@@ -333,16 +330,19 @@ def _by_chains(
     pairs, accepted = [], 0.0
     for mode in modes:
         own = start[modes_at(start) == mode]
-        end, share = run_chains(density, own, num_steps)
-        pairs.append([x[modes_at(end) == mode] for x in (own, end)])
+        last, share = run_chains(density, own, num_steps)
+        stays = modes_at(last[-1]) == mode
+        before = torch.cat([own[stays], rest[modes_at(rest) == mode]])
+        how = partial(moved, chains=int(stays.sum()))
+        pairs.append((before, last[:, stays].flatten(0, 1), how))
         accepted += share / len(modes)
     with torch.no_grad():
-        by_mode = [by_site(density.layout, own, end, moved) for own, end in pairs]
-        latent, few = density.layout.transforms, MOST_DOUBLES // len(start)
+        by_mode = [by_site(density.layout, *pair) for pair in pairs]
+        latent, few = density.layout.transforms, MOST_DOUBLES // (KEPT * len(draws))
         names = [n for n, x in weights.shifts.items() if n not in latent and x.mean.size <= few]
-        for (sites, _), pair in zip(by_mode, pairs, strict=True) if names else ():
+        for (sites, _), (*pair, how) in zip(by_mode, pairs, strict=True) if names else ():
             before, after = (values_at(density.program, names, density.unpack(x)) for x in pair)
-            sites |= derived(before, after, moved)
+            sites |= derived(before, after, how)
     sites, unconstrained = (
         {name: Moved.of_modes([mode[name] for mode in each]) for name in each[0]}
         for each in zip(*by_mode, strict=True)

@@ -159,22 +159,27 @@ def _where(varies: Tensor, found: Moved) -> Moved:
     return Moved(**{name: torch.where(varies, x, 0.0) for name, x in vars(found).items()})
 
 
-def moved(before: Tensor, after: Tensor) -> Moved:
-    """Solutions of (1) of :mod:`.diagnosis` from draws (S, ...) of a site and the ends of chains."""
-    S, varies = len(before), (before != before[0]).any(0)
-    before, after = before.double(), after.double()
-    a, b = before - before.mean(0), after - after.mean(0)
-    va, vb = a.square().mean(0), b.square().mean(0)
-    rho = (a * b).mean(0) / (va * vb).sqrt()
+def moved(before: Tensor, after: Tensor, chains: int | None = None) -> Moved:
+    """Solutions of (1) of :mod:`.diagnosis` from draws (T, ...) of a site, of which S ``chains`` begin
+    at the first, and their last states (K S, ...), one after the other."""
+    S, varies = chains or len(before), (before != before[0]).any(0)
+    own, new = (x.double().numpy(force=True) for x in (before, after))
+    shift = shift_of(new, np.full(len(new), -np.log(len(new))), own)
+    before, after = before[:S].double(), after.double().unflatten(0, (-1, S))
+    K, a, b = len(after), before - before.mean(0), after - after.mean((0, 1))
+    va, vb, middle = a.square().mean(0), b.square().mean((0, 1)), b.mean(0)
+    rho = (a * middle).mean(0) / (va * vb).sqrt()
     left = 1.0 - rho.clamp(0.0, STUCK)
-    mean = (after.mean(0) - before.mean(0)) / vb.sqrt() / left
-    mean_error = (b - a).std(0) / vb.sqrt() / left / S**0.5
-    # Var by (1), kept positive where it extrapolates; the error by the influence of each draw
+    mean = (after.mean((0, 1)) - before.mean(0)) / vb.sqrt() / left
+    mean_error = (middle - a).std(0) / vb.sqrt() / left / S**0.5
+    # Var by (1), kept positive where it extrapolates; the error by the influence of each chain
     share = 1.0 - rho.clamp(0.0, STUCK).square()
     ratio = (1.0 + (vb / va - 1.0) / share).clamp_min(1e-3)
-    influence = (b.square() - a.square() * (vb / va)) / va
+    influence = (b.square().mean(0) - a.square() * (vb / va)) / va
     log_sd_error = 0.5 * influence.std(0) / share / ratio / S**0.5
-    own, new = before.numpy(force=True), after.numpy(force=True)
-    shift = shift_of(new, np.full(len(new), -np.log(len(new))), own)
-    ends = {name: torch.as_tensor(vars(shift)[name]).to(rho) for name in ("ends", "ends_error")}
-    return _where(varies, Moved(mean, mean_error, 0.5 * ratio.log(), log_sd_error, rho, **ends))
+    # states of a chain are worth fewer draws
+    worth = (K * middle.square().mean(0) / vb).clamp(1.0, K)
+    error = ((worth / len(new) + 1.0 / len(own)) / (1.0 / len(new) + 1.0 / len(own))).sqrt()
+    ends, ends_error = (torch.as_tensor(x).to(rho) for x in (shift.ends, shift.ends_error))
+    known = {"ends": ends, "ends_error": ends_error * error}
+    return _where(varies, Moved(mean, mean_error, 0.5 * ratio.log(), log_sd_error, rho, **known))

@@ -46,8 +46,10 @@ def test_chains_leave_a_posterior_as_it_is() -> None:
     def log_prob(x: Tensor) -> Tensor:
         return -0.5 * ((x @ precision) * x).sum(-1)
 
-    end, accepted = run_chains(log_prob, start, 12)
-    assert 0.6 < accepted < 1.0
+    last, accepted = run_chains(log_prob, start, 12)
+    assert 0.6 < accepted < 1.0 and last.shape == (4, 4000, 3)
+    assert (last[1:] != last[:-1]).double().mean() > 0.6  # a state after the other
+    end = last[-1]
     z = torch.linalg.solve_triangular(factor, end.mT, upper=False)
     assert z.mean(1).abs().max() < 4.0 / 63.0
     assert (torch.cov(z) - torch.eye(3)).abs().max() < 4.0 * math.sqrt(2.0) / 63.0
@@ -95,6 +97,28 @@ def test_standard_errors_are_those_of_the_estimates() -> None:
         spread = torch.stack([getattr(x, value) for x in runs]).std()
         said = torch.stack([getattr(x, error) for x in runs]).mean()
         assert 0.6 < float(spread / said) < 1.5
+
+
+@pytest.mark.parametrize("along", [0.0, 0.8])
+def test_standard_errors_know_what_states_of_a_chain_are_worth(along: float) -> None:
+    """400 entries, 500 chains, the last 4 states with that correlation from each to the next, 1,500
+    draws beside; sds of the estimates over entries have a standard error of 3.5 %."""
+    generator = torch.Generator().manual_seed(3)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(*shape, 400, generator=generator, dtype=torch.float64)
+
+    before, x, last = noise(2000), 0.4 * noise(500), []
+    x = 0.4 * before[:500] + 0.84**0.5 * noise(500)
+    for _ in range(4):
+        last.append(x)
+        x = along * x + (1.0 - along**2) ** 0.5 * noise(500)
+    found = moved(before, torch.cat(last), 500)
+    for value, error in ((found.mean, found.mean_error), (found.log_sd, found.log_sd_error)):
+        assert float((value / error).std()) == pytest.approx(1.0, abs=0.15)
+    spread = float((found.ends / found.ends_error).std())
+    # of ends it is that of means, which is larger than theirs
+    assert 0.85 < spread < 1.15 if along == 0.0 else 0.7 < spread < 1.1
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -149,8 +173,8 @@ def test_the_chains_know_a_sampler_that_is_wrong() -> None:
     torch.manual_seed(0)
     start = dist.LKJCholesky(3, torch.tensor(10.0, dtype=torch.float64)).sample((4000,))
     density = ngvi.diagnostics.ModelDensity(model)
-    end, _ = run_chains(density, density.pack({"L": start}), 30)
-    L = density.unpack(end)["L"]
+    last, _ = run_chains(density, density.pack({"L": start}), 30)
+    L = density.unpack(last[-1])["L"]
     sds = (L @ L.mT)[:, [1, 2, 2], [0, 0, 1]].std(0)
     assert (sds - 22.0**-0.5).abs().max() < 4.0 * 22.0**-0.5 / (2.0 * 4000) ** 0.5
     found = moved(start, L)
