@@ -55,8 +55,9 @@ MORE, MOST_DRAWS = 2000, 8000
 #: copies of one draw in what is read, and the share of it, above which that is of more draws, and how
 #: many times as many
 COPIES, SHARE, POOL = 10.0, 0.01, 4
-#: draws at which twice the points are tried, nats by which they may change, and the most for a unit
-TRIED, FINE, MOST_POINTS = 250, 1e-3, 1024
+#: draws at which twice the points are tried, the most for a unit, and the nats by which they may change
+#: log p(y | v), by latent variables of a unit: they cost 2, 4 or 8 times as much
+TRIED, MOST_POINTS, FINE = 250, 1024, {1: 1e-3, 2: 5e-3, 3: 1e-2}
 
 
 def corrected(guide: Any, *args: Any, points: int | None = None, **kwargs: Any) -> ExactUnits:
@@ -109,7 +110,7 @@ def refined(model: Collapsed, draws: int = DRAWS) -> ExactUnits:
         theta, log_r = _drawn(exact, layout, TRIED)
         few, more = log_density(model, layout, theta), log_density(finer, layout, theta)
         change = torch.softmax(more - log_r, 0) * (more - few).abs()
-        if float(change.nan_to_num(torch.inf).sum()) <= FINE:
+        if float(change.nan_to_num(torch.inf).sum()) <= FINE[units.width]:
             break
         model, exact = finer, proposal(finer, draws)
     return exact
