@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..diagnostics import diagnose, khat, loo, predict, to_arviz
 from ..runtime.checks import tensor_of
-from ..runtime.density import Sites
+from ..runtime.density import Sites, is_latent, site_kind
 from ..runtime.pyro_adapter import is_marked
 from ..runtime.run import look
 from ..runtime.store import OwnName
@@ -143,6 +143,23 @@ def warn_of_minibatches(sites: Sites, plates: Collection[str]) -> None:
             f"The plate {name!r} takes {len(sites[name]['value'])} of {sites[name]['fn'].size} "
             "examples at each step, so that this fit will have no verdict or predictions. Make the "
             "size an argument of the model, and pass the full size, or minibatches as data=loader.",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def warn_of_no_globals(sites: Sites) -> None:
+    """Of priors inside the plate of the data: each datum has latent variables of its own alone."""
+    latent = {name: site for name, site in sites.items() if is_latent(site)}
+    data = [site for site in sites.values() if site_kind(site) == "observed"]
+    plates = [{f.name for f in site["cond_indep_stack"]} for site in (*latent.values(), *data)]
+    shared = set.intersection(*plates) if latent and data else set()
+    count = sum(site["value"].numel() for site in data)
+    if shared and sum(site["value"].numel() for site in latent.values()) >= 2 * count:
+        names = ", ".join(map(repr, [*latent][:3]))
+        warnings.warn(
+            f"Each of {count} data has latent variables of its own ({names}), and they share none. "
+            f"Write priors that all data share before the plate {min(shared)!r}.",
             UserWarning,
             stacklevel=2,
         )

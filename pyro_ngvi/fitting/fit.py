@@ -203,6 +203,7 @@ class Fit(Result):
             door.check_sums(self.advice.loss, self.svi.guide, seen, args, self.kwargs)
         if self.batches is None:
             door.warn_of_minibatches(seen, batch)
+            door.warn_of_no_globals(seen)
         else:
             self.batches.warn_of_no_share(seen)
 

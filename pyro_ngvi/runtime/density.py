@@ -307,7 +307,7 @@ def _refuse_discrete(site: Site) -> None:
     if site["fn"].support.is_discrete:
         raise ValueError(
             f"The latent site {site['name']!r} is discrete, so the model has no density over a "
-            f"real space. Sum it out, or use pyro.infer.TraceEnum_ELBO."
+            f'real space. Mark it infer={{"enumerate": "parallel"}}, by which it is summed out.'
         )
 
 

@@ -387,6 +387,20 @@ def test_a_model_whose_log_p_is_random_is_told_and_no_other() -> None:
     assert len(told) == 1 and "No verdict: The plate 'data' takes 5 of 12" in str(fit)
 
 
+def test_priors_inside_the_plate_of_the_data_are_told() -> None:
+    def inside(y: Tensor, sd: bool) -> None:
+        with pyro.plate("data", len(y)):
+            m = pyro.sample("m", dist.Normal(0.0, 1.0))
+            s = pyro.sample("s", dist.HalfNormal(1.0)) if sd else 1.0
+            pyro.sample("y", dist.Normal(m, s), obs=y)
+
+    words = "Each of 12 data has latent variables of its own .'m', 's'., .* before the plate 'data'"
+    with pytest.warns(UserWarning, match=words) as told:
+        ngvi.fit(inside, Y, True, **HOW)
+    assert len(told) == 1 and len(str(told[0].message)) <= 240
+    ngvi.fit(inside, Y, False, **HOW)  # one for each, of a known scale, may be meant
+
+
 def test_minibatches_are_no_dicts_of_arguments() -> None:
     def shifted(x: Any, y: Tensor | None = None) -> None:
         model(x["y"] if y is None else y - x)
