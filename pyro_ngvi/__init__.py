@@ -21,7 +21,6 @@ from . import (
     optim,
     sites,
 )
-from ._old_modules import name_the_version as _name_the_version
 from ._version import __version__
 from .compiled import compile
 from .diagnostics import diagnose, khat, predict, summary, to_arviz
@@ -101,8 +100,6 @@ __all__ = [
     "summary",
     "to_arviz",
 ]
-
-_name_the_version()
 
 #: names that stood here in version 0.1, by where they stand now
 _MOVED = {
