@@ -10,12 +10,13 @@ from torch import Tensor
 from ..linalg.hessian import values_and_gradients
 from ..runtime.model_density import NaNWhereSingular
 from ..runtime.waiting import waiting
+from .draws import MOST_DOUBLES
 
 #: mean acceptance that leaps aim at, steps that adapt them, and the first leap times d^(1/4)
 ACCEPTED, ADAPTING, LEAP = 0.8, 4, 1.2
 #: leapfrog steps of a trajectory, at most, and its length in sds of the guide: a quarter of a period
 MOST_LEAPS, LENGTH = 16, 0.5 * math.pi
-#: last states of a chain that are kept, if so many follow the adaptation
+#: last states of a chain that are kept, if so many follow the adaptation and memory allows
 KEPT = 4
 
 
@@ -38,6 +39,7 @@ def run_chains(
     u = torch.linalg.solve_triangular(factor, (start - center).mT, upper=False).mT
     value, grad = gradient(u)
     leap, rates, kept = LEAP / d**0.25, [], []
+    most = max(1, min(KEPT, MOST_DOUBLES // start.numel()))
     for step in waiting("chains that judge the guide", range(num_steps), "step"):
         momentum = torch.randn_like(u)
         length = LENGTH * (0.5 + float(torch.rand(())))
@@ -58,5 +60,5 @@ def run_chains(
             leap = min(leap * math.exp(rate - ACCEPTED), LENGTH)
         else:
             rates.append(rate)
-            kept = [*kept[1 - KEPT :], u]
+            kept = [*kept, u][-most:]
     return center + torch.stack(kept) @ factor.mT, sum(rates) / len(rates)

@@ -42,10 +42,9 @@ EACH = math.exp(-(COARSE_MEAN**2)) * math.sqrt(1.0 - (1.0 - math.exp(-2.0 * COAR
 TAILS = 0.1
 #: share of draws without density, from which no chain moves, that is more than overflow far out
 ASTRAY = 0.02
-#: chains that tell something; k-hat alone judges a mode of a mixture with fewer
-FEWEST_CHAINS = 50
-#: times as many chains where the errors of these leave a site undecided
-MORE_CHAINS = 4
+#: chains that tell something (k-hat alone judges a mode of a mixture with fewer), and times as many
+#: where the errors of these leave a site undecided
+FEWEST_CHAINS, MORE_CHAINS = 50, 4
 
 
 @dataclass(frozen=True)
@@ -279,19 +278,21 @@ def diagnose(
     if isinstance(guide, AutoHierarchical) and (found := without_chains(*how)):
         return found
     with random_state(seed, stream=2):
-        values, _ = guide_draws(partial(guide, *args, **kwargs), MORE_CHAINS * num_chains)
+        drawn = partial(guide_draws, partial(guide, *args, **kwargs))
+        values, _ = drawn(num_chains)
 
         def at_draw(site: Any) -> Tensor:
             """Where the model runs for sure; in the middle of all supports it may be NaN."""
             return values[site["name"]][0] if site["name"] in values else feasible_value(site)
 
         density = ModelDensity(model, args, kwargs, init_loc_fn=at_draw)
-
         draws, modes_at = density.pack(values).detach(), getattr(guide, "modes_at", _one_mode)
-        found = _by_chains(density, draws, num_chains, modes_at, num_steps, weights)
-        if found.is_undecided:
-            found = _by_chains(density, draws, len(draws), modes_at, num_steps, weights)
-    return found
+        more = min(MORE_CHAINS * num_chains, MOST_DOUBLES // draws.shape[1]) - num_chains
+        if more > 0:
+            draws = torch.cat([draws, density.pack(drawn(more)[0]).detach()])
+        judged_by = partial(_by_chains, density, draws, modes_at, num_steps, weights)
+        found = judged_by(num_chains)
+        return judged_by(len(draws)) if found.is_undecided and more > 0 else found
 
 
 def without_chains(
@@ -317,12 +318,10 @@ def _one_mode(x: Tensor) -> Tensor:
 
 
 def _by_chains(
-    density: ModelDensity, draws: Tensor, chains: int, modes_at: Any, num_steps: int, weights: KHat
+    density: ModelDensity, draws: Tensor, modes_at: Any, num_steps: int, weights: KHat, chains: int
 ) -> Diagnosis:
-    """What so many chains say that begin at the first of draws (S, d) of a guide, in its modes
-    ``modes_at(x)``."""
+    """What chains say from the first of draws (S, d) of a guide, each in its mode ``modes_at(x)``."""
     start, rest = draws[:chains], draws[chains:]
-    # chains do not go between the modes of a mixture that are apart
     counts = modes_at(start).unique(return_counts=True)
     modes = [int(m) for m, count in zip(*counts, strict=True) if count >= FEWEST_CHAINS]
     if len(modes) < 2:
@@ -332,9 +331,10 @@ def _by_chains(
         own = start[modes_at(start) == mode]
         last, share = run_chains(density, own, num_steps)
         stays = modes_at(last[-1]) == mode
-        before = torch.cat([own[stays], rest[modes_at(rest) == mode]])
-        how = partial(moved, chains=int(stays.sum()))
-        pairs.append((before, last[:, stays].flatten(0, 1), how))
+        stays |= stays.sum() < FEWEST_CHAINS  # they are of one mode
+        own, last = own[stays], last[:, stays].flatten(0, 1)
+        before = torch.cat([own, rest[modes_at(rest) == mode]])
+        pairs.append((before, last, partial(moved, chains=len(own))))
         accepted += share / len(modes)
     with torch.no_grad():
         by_mode = [by_site(density.layout, *pair) for pair in pairs]

@@ -162,7 +162,7 @@ def _where(varies: Tensor, found: Moved) -> Moved:
 def moved(before: Tensor, after: Tensor, chains: int | None = None) -> Moved:
     """Solutions of (1) of :mod:`.diagnosis` from draws (T, ...) of a site, of which S ``chains`` begin
     at the first, and their last states (K S, ...), one after the other."""
-    S, varies = chains or len(before), (before != before[0]).any(0)
+    S, varies = len(before) if chains is None else chains, (before != before[0]).any(0)
     own, new = (x.double().numpy(force=True) for x in (before, after))
     shift = shift_of(new, np.full(len(new), -np.log(len(new))), own)
     before, after = before[:S].double(), after.double().unflatten(0, (-1, S))
