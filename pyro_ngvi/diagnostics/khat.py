@@ -175,8 +175,7 @@ class KHat:
     @property
     def doubtful(self) -> bool:
         """Whether k-hat alone doubts weights worth half of the draws: more draws may tell."""
-        large = self.khat > self.threshold and not self.nearly_equal
-        return large and self.ess >= HALF * len(self.log_weights)
+        return self.khat > self.threshold and self.ess >= HALF * len(self.log_weights)
 
     @property
     def unsure(self) -> bool:
