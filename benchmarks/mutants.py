@@ -280,7 +280,7 @@ STEPS = (
         "diagnostics/verdict.py",
         "(math.log1p(2.0 * prior.error) if more_tell else 0.0)",
         "0.0",
-        ("../contract/test_fit",),
+        ("test_khat",),
     ),
     Mutant(
         "sites of units: C of data that do not grow",

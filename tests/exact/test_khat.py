@@ -1,5 +1,7 @@
 """k-hat against ArviZ's, against tails of known shape, and at the edges."""
 
+import math
+
 import arviz as az
 import numpy as np
 import pyro
@@ -231,6 +233,28 @@ def test_weights_that_are_nearly_equal_need_no_more_draws(
     assert len(found.log_weights) == (16_000 if patience else 1000)
     if not patience:
         assert found.khat > found.threshold and "k-hat says nothing" in found.verdict
+
+
+@pytest.mark.parametrize("seed", [9, 28])
+def test_few_draws_of_the_prior_that_miss_a_mode_are_no_word_on_it(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """x and -x give the same data, and the guide has one of them; of 250 draws of the prior so few are
+    near either that they show no more than the guide's do."""
+    monkeypatch.setattr("pyro_ngvi.diagnostics.verdict.PATIENCE", 0.0)  # 1,000 draws of the guide
+
+    def model(y: torch.Tensor) -> None:
+        x = pyro.sample("x", dist.Normal(y.new_zeros(()), 3.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(x.square(), 1.0), obs=y)
+
+    def one(y: torch.Tensor) -> None:
+        pyro.sample("x", dist.Normal(y.new_tensor(3.009), 0.0838))
+
+    y = torch.tensor([8.0, 9.0, 9.5, 10.0], dtype=torch.float64)
+    found = khat(model, one, y, seed=seed)
+    assert len(found.log_weights) == 1000 and found.decision == "unusable"
+    assert found.missed is not None and 0.0 < found.missed < math.log(2.0)
 
 
 def test_no_more_draws_than_memory_bears(monkeypatch: pytest.MonkeyPatch) -> None:
