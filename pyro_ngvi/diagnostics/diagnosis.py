@@ -255,7 +255,7 @@ def diagnose(
         model: the Pyro model.
         guide: any trained Pyro guide of it.
         args: those of both, and ``kwargs``: the full data.
-        num_chains: at least 50; four times as many start where these leave a site undecided.
+        num_chains: at least 50; up to four times as many where these leave a site undecided.
         num_steps: T, at least 5, of which the first four adapt the length of leaps.
         seed: makes the result repeatable; ``None`` for the global random state.
 

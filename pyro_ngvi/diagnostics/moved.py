@@ -179,7 +179,7 @@ def moved(before: Tensor, after: Tensor, chains: int | None = None) -> Moved:
     log_sd_error = 0.5 * influence.std(0) / share / ratio / S**0.5
     # states of a chain are worth fewer draws
     worth = (K * middle.square().mean(0) / vb).clamp(1.0, K)
-    error = ((worth / len(new) + 1.0 / len(own)) / (1.0 / len(new) + 1.0 / len(own))).sqrt()
+    wider = ((worth / len(new) + 1.0 / len(own)) / (1.0 / len(new) + 1.0 / len(own))).sqrt()
     ends, ends_error = (torch.as_tensor(x).to(rho) for x in (shift.ends, shift.ends_error))
-    known = {"ends": ends, "ends_error": ends_error * error}
+    known = {"ends": ends, "ends_error": ends_error * wider}
     return _where(varies, Moved(mean, mean_error, 0.5 * ratio.log(), log_sd_error, rho, **known))

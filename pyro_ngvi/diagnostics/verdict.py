@@ -101,8 +101,8 @@ def judge(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> KHat:
         summed = isinstance(fitted.guide.func, ExactUnits)
         cheap = MORE * fitted.seconds <= PATIENCE and not summed
         # of weights that are all but equal k-hat says little
-        even = found.nearly_equal or (summed and found.ess >= EVEN * len(draws.log_q))
-        doubtful = found.doubtful and (cheap or not even)
+        equal = found.nearly_equal or (summed and found.ess >= EVEN * len(draws.log_q))
+        doubtful = found.doubtful and (cheap or not equal)
         if more and fitted.batches is None and (doubtful or (found.unsure and cheap)):
             draws = fitted.draw(MORE * len(draws.log_q), batch_size)
             found = weighed(fitted, draws)

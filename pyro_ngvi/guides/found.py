@@ -117,10 +117,8 @@ def lower(ratio: Tensor, errors: float = 0.0) -> float:
 def rounding(f: Callable[[Tensor], Tensor], theta: Tensor) -> float:
     """Nats by which the mean of f at points (S, d) is too small for its dtype, as where a dispersion is
     1e7; 0 where float64 gives no other number, or none."""
-    right = None if theta.dtype == torch.float64 else in_double(f, theta)
-    if right is None:
-        return 0.0
-    off = float((right - f(theta)).mean())
+    right = in_double(f, theta)
+    off = 0.0 if right is None else float((right - f(theta)).mean())
     return off if abs(off) > SAME else 0.0  # also of what is not finite
 
 

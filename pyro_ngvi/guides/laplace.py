@@ -201,8 +201,9 @@ class Search:
             with suppress(RuntimeError, ValueError):
                 before, q = q, self.gaussian(*smoothed(self, q, self.compared))
                 self.smoothed_ends.append((before, q))
-        draws = self.draws(self.compared, self.compared.matched(q.loc, q.precision), COMPARED)
-        if off := rounding(self.f, draws):
+        if q.loc.dtype != torch.float64:
+            params = self.compared.matched(q.loc, q.precision)
+            off = rounding(self.f, self.draws(self.compared, params, COMPARED))
             q = replace(q, elbo=q.elbo - off, off=off)
         self.ends.append(q)
         return q

@@ -108,7 +108,7 @@ def test_standard_errors_know_what_states_of_a_chain_are_worth(along: float) -> 
     def noise(*shape: int) -> Tensor:
         return torch.randn(*shape, 400, generator=generator, dtype=torch.float64)
 
-    before, x, last = noise(2000), 0.4 * noise(500), []
+    before, last = noise(2000), list[Tensor]()
     x = 0.4 * before[:500] + 0.84**0.5 * noise(500)
     for _ in range(4):
         last.append(x)
