@@ -25,14 +25,14 @@ from .gap import HALF, Gap, GapMeter, Parts, at_answer
 
 #: the fall of losses, in sds of theirs, that is given up
 NOISY = 0.1
-#: steps before which a run is not said to stall, by looks
-STALLED = 100
+#: steps before which a run is not said to settle, by its losses, or to stall, by looks
+SETTLED, STALLED = 40, 100
 #: nats, and standard errors, by which a loss rises where sites of a block, which follow no gradient of
 #: it, drift away
 RISE, SURE = 1.0, 4.0
-#: seeds of a look with common noise, for a standard error, and particles of each at least; and steps
-#: between looks, in those of before
-SEEDS, PARTICLES, FURTHER = 8, 64, 1.25
+#: seeds of a look with common noise, for a standard error, at first and at most, and particles of each
+#: at least; and steps between looks, in those of before
+SEEDS, MOST_SEEDS, PARTICLES, FURTHER = 8, 32, 64, 1.25
 #: noise that confirms a rise, in that which showed it, and rises in those looked for that are cut
 MORE, HUGE = 4, 8.0
 
@@ -66,13 +66,17 @@ class PairedFall:
 
     def __init__(self) -> None:
         self.looks: list[tuple[int, Tensor]] = []
+        self.seeds = SEEDS
         self.best: tuple[float, dict[str, Tensor]] | None = None
 
     def __call__(
-        self, svi: Any, loss: Any, args: Any, kwargs: Any, steps: int
+        self, svi: Any, loss: Any, args: Any, kwargs: Any, steps: int, tol: float
     ) -> tuple[float, float] | None:
-        """The fall and its standard error; ``None`` where no look is so old, for a loss of minibatches,
-        and for other optimizers, whose iterates are as noisy as their losses."""
+        """The fall and its standard error; of few steps the largest change since half of them.
+
+        ``None`` where no look is so old, for a loss of minibatches, and for other optimizers, whose
+        iterates are as noisy as their losses.  Where the error hides whether that is below ``tol``
+        nats, later looks take more draws."""
         blocks = [block for _, block in find_blocks(svi.guide)]
         of_all = isinstance(loss, BatchedELBO) and not loss.subsamples
         natural = isinstance(svi.optim, NaturalGradientOptim) and bool(blocks)
@@ -84,7 +88,7 @@ class PairedFall:
 
         def losses() -> Tensor:
             found = []
-            for seed in range(SEEDS):
+            for seed in range(self.seeds):
                 with at_answer(blocks), own_random_state(seed):
                     found.append(wide.loss(svi.model, svi.guide, *args, **kwargs))
             return torch.tensor(found, dtype=torch.float64)
@@ -94,11 +98,17 @@ class PairedFall:
         is_block = getattr(getattr(svi.guide, "units", None), "is_block", False)
         if is_block and float(now.mean()) < (self.best[0] if self.best else math.inf):
             self.best = float(now.mean()), deepcopy(svi.guide.state_dict())
-        before = [losses for at, losses in self.looks if 2 * at <= steps]
-        if not before:
+        half = [at for at, _ in self.looks if 2 * at <= steps]
+        if not half:
             return None
-        falls = before[-1] - now
-        return float(falls.mean()), float(falls.std()) / SEEDS**0.5
+        falls = [then[: len(now)] - now[: len(then)] for at, then in self.looks if at >= half[-1]]
+        chosen = falls[0]
+        if steps < SETTLED:  # iterates may still move up and down by more than they fall
+            chosen = max((f * f.mean().sign() for f in falls), key=lambda f: float(f.mean()))
+        fall, error = float(chosen.mean()), float(chosen.std()) / len(chosen) ** 0.5
+        if error > 0.5 * tol and fall - 2.0 * error <= tol:
+            self.seeds = MOST_SEEDS
+        return fall, error
 
     def go_back(self, svi: Any, fall: float, error: float) -> bool:
         """Whether the loss of a block has risen for sure, not by parameters of the model, nor because
@@ -113,6 +123,14 @@ class PairedFall:
         svi.guide.load_state_dict(now)
         self.looks, self.best = self.looks[-1:], None
         return False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data, for a checkpoint of the rule."""
+        return {"paired": self.looks, "seeds": self.seeds, "best": self.best}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.looks, self.best = list(state.get("paired", [])), state.get("best")
+        self.seeds = state.get("seeds", SEEDS)
 
 
 class BestLook:

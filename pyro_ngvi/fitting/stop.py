@@ -24,7 +24,7 @@ from ..runtime.run import CannotBatch
 from ..runtime.store import traced_params
 from ..sites import CVI
 from .batches import Batches
-from .falls import BestLook, PairedFall, has_stalled, is_flat, last_fall, still_to_fall
+from .falls import SETTLED, BestLook, PairedFall, has_stalled, is_flat, last_fall, still_to_fall
 from .gap import HALF, Gap, GapMeter
 from .twin import Twin, has_twin
 
@@ -37,8 +37,6 @@ ROWS, ROWS_EACH = 128, 2
 #: about how many gradients a look takes at most, until there were more steps than that; of Newton
 #: steps, in those of a look, and for a stalled run in those that it took
 MOST_GRADIENTS, NEWTON, POLISH = 80, 4, 3
-#: steps before which a run is not said to settle, by its losses
-SETTLED = 40
 
 
 class StopRule:
@@ -193,12 +191,15 @@ class StopRule:
             flat = is_flat(self.steps, fall, error)
             enough = self.steps >= SETTLED or flat
             whole = self.batches is None and self._alone is self.svi
-            if enough and error > 0.5 * self.tol and whole:
-                if paired := self._paired(self.svi, self._loss, args, kwargs, self.steps):
-                    fall, error = paired
+            if whole and (error > 0.5 * self.tol if enough else self._follows()):
+                how = self.svi, self._loss, args, kwargs, self.steps, self.tol
+                if paired := self._paired(*how):
+                    enough, (fall, error) = True, paired
                     if self._paired.go_back(self.svi, fall, error):
                         return "stalled"
-            if enough and fall + error <= self.tol and error <= 0.5 * self.tol:
+            # of few steps, before noise of the iterates is all that is left, a fall tells less
+            most = self.tol if self.steps >= SETTLED else 0.5 * self.tol
+            if enough and fall + error <= most and error <= 0.5 * self.tol:
                 return "settled"
             return "stalled" if flat else None
         if natural and meter.sees_all and self.best.went_back(meter, gap):
@@ -296,13 +297,14 @@ class StopRule:
         gradient = wide.loss_and_grads
         return gradient if self._alone is self.svi else self.svi.over_ranks(gradient)
 
+    def _follows(self) -> bool:
+        """Whether units of the guide take steps of their own, after which few of q(v) are left."""
+        parts = self.svi.guide.modules() if isinstance(self.svi.guide, nn.Module) else ()
+        return any(hasattr(part, "draw_units") for part in parts)
+
     def _blocks(self) -> list[Any]:
         """The parts of a guide of ours, if the Fisher matrices of all are known."""
-        guide = self.svi.guide
-        parts = guide.modules() if isinstance(guide, nn.Module) else ()
-        if any(hasattr(part, "draw_units") for part in parts):  # units have steps of their own
-            return []
-        blocks = [block for _, block in find_blocks(guide)]
+        blocks = [] if self._follows() else [block for _, block in find_blocks(self.svi.guide)]
         known = (not hasattr(b, "holds_sites") and b.family.known_fisher for b in blocks)
         return blocks if all(known) else []
 
@@ -328,8 +330,7 @@ class StopRule:
             "losses": torch.tensor(self.losses, dtype=torch.float64),
             "looks": [(steps, astuple(gap)) for steps, gap in self.looks],
             "lost": self._lost,
-            "paired": self._paired.looks,
-            "best": self._paired.best,
+            **self._paired.state_dict(),
             "best_look": self.best.best,
             "next": self._next,
             "seconds": time.monotonic() - self._started,
@@ -342,7 +343,7 @@ class StopRule:
         self.looks = [(steps, Gap(*gap)) for steps, gap in state["looks"]]
         self.gap = self.looks[-1][1] if self.looks else None
         self._lost, self._next = state["lost"], state["next"]
-        self._paired.looks, self._paired.best = list(state.get("paired", [])), state.get("best")
+        self._paired.load_state_dict(state)
         self.best.best = state.get("best_look")
         self._started = time.monotonic() - state["seconds"]
         if self.batches is not None and state["batches"] is not None:

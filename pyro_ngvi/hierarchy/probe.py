@@ -34,6 +34,8 @@ MOST_CHOICES, MOST_ENTERING = 64, 1 << 62
 FEW, SEGMENTS, SHRINKS = 8, (1.0, 30.0), 6
 #: nats below the largest likelihood of a segment that are nothing, points that tell, numbers at most
 NOTHING, GRID, MOST_NUMBERS = 12.0, 65, 10_000_000
+#: shares of the way from the centre of the globals to a draw of their prior
+SHARES = (0.1, 0.5)
 
 
 class Probe:
@@ -49,7 +51,7 @@ class Probe:
             other = call.at({})
         self.globals = tuple({n: s[n]["value"] for n in units.globals} for s in (sites, other))
         here, there = self.globals
-        self.near = here, {n: torch.lerp(x, there[n], 0.1) for n, x in here.items()}
+        self.near = here, {n: torch.lerp(x, there[n], SHARES[0]) for n, x in here.items()}
         self.z = units.gaussians(sites)
         root = units.conditional_root(call.at(here, units.held(self.z)))
         sd = torch.linalg.vector_norm(root, dim=-1)
@@ -285,8 +287,14 @@ class Probe:
         a, b = (self.units.gradient(here, x) for x in (e, e + u))
 
         def is_scale(name: str) -> bool:
-            c, d = (self.units.gradient(self._with_other(name), x) for x in (e, e + u))
-            return _agree(a * d, b * c, (a * d).abs().amax())
+            # a short move may hardly tell a factor, a long one may leave the numbers of the dtype
+            for share in SHARES:
+                c, d = (self.units.gradient(self._with_other(name, share), x) for x in (e, e + u))
+                # roundings are of what the data of one unit say
+                size = torch.maximum(a.abs(), b.abs()) * torch.maximum(c.abs(), d.abs())
+                if not _agree(a * d, b * c, size.amax(-1, keepdim=True)):
+                    return False
+            return True
 
         return tuple(name for name in names if is_scale(name))
 
@@ -296,10 +304,10 @@ class Probe:
         changed = self._changed(e, here)
         return [name for name in here if bool(changed(self._with_other(name), e).any())]
 
-    def _with_other(self, name: str) -> Given:
-        """The units where that of the globals is another."""
+    def _with_other(self, name: str, share: float = SHARES[0]) -> Given:
+        """The units where that of the globals is another, by a share of the way to a draw."""
         here, there = self.globals
-        return self.given({**here, name: torch.lerp(here[name], there[name], 0.1)})
+        return self.given({**here, name: torch.lerp(here[name], there[name], share)})
 
 
 def _elsewhere(site: Site) -> Any:

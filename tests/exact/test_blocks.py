@@ -421,9 +421,9 @@ def test_a_block_that_drifts_goes_back_to_the_best_look() -> None:
         svi.step()
     best = {name: x.clone() for name, x in guide.state_dict().items()}
     paired, how = PairedFall(), (svi, ngvi.BatchedELBO(8), (), {})
-    assert paired(*how, 20) is None
+    assert paired(*how, 20, 0.05) is None
     guide.sites.linear.add_(3.0)  # as if its steps had led there
-    fall, error = paired(*how, 40) or (0.0, 0.0)
+    fall, error = paired(*how, 40, 0.05) or (0.0, 0.0)
     assert fall < -1.0 and fall < -4.0 * error
     assert not paired.go_back(svi, -0.9, 0.01) and not paired.go_back(svi, fall, -0.3 * fall)
     svi.optim._has_others = True  # parameters of the model, which may be what moved

@@ -685,6 +685,26 @@ def test_what_is_no_scale_of_the_data_moves_nu_alone(model: Any, name: str) -> N
     assert not guide.sites.growth.any() and guide.sites.cross.all()
 
 
+def test_what_scales_hardly_any_unit_is_no_scale_in_float32() -> None:
+    """Of sites that were seen occupied data say the same whatever b is, so that it has a factor of 1
+    there; of the others it changes the slopes little, and not by one factor."""
+    x, number = normal(20, seed=3).float(), torch.arange(20)
+    y = (number % 5 + 1) * (number % 15 > 0).float()
+
+    def occupancy() -> None:
+        b: Any = pyro.sample("b", dist.Normal(x.new_zeros(()), 1.5))
+        with pyro.plate("sites", 20):
+            u: Any = pyro.sample("u", dist.Normal(x.new_zeros(()), 1.0))
+            psi = torch.sigmoid(b * x)
+            seen: Any = psi.log() + dist.Binomial(5, logits=u).log_prob(y)
+            none = torch.where(y == 0.0, (1.0 - psi).log(), x.new_tensor(-torch.inf))
+            pyro.factor("obs", torch.logaddexp(seen, none))
+
+    guide = ngvi.AutoHierarchical(occupancy)
+    guide()
+    assert guide.units.followed == ("b",) and not guide.units.growing
+
+
 # --- leaving units out
 
 
