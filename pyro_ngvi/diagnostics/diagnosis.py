@@ -30,7 +30,7 @@ from .draws import MOST_DOUBLES, guide_draws, random_state
 from .khat import HALF, KHat
 from .moved import Moved, by_site, derived, moved, values_at
 from .over_batches import need_all_data
-from .shifts import BOUNDS, COARSE_MEAN, COARSE_SD, ROUGH, right_to
+from .shifts import BOUNDS, COARSE_MEAN, COARSE_SD, ROUGH, ROUGH_END, right_to
 from .verdict import khat
 
 #: k-hat above which weights know of mass that chains may not have reached: they have no mean; of more
@@ -82,9 +82,10 @@ class Diagnosis:
 
     @property
     def corrected(self) -> Corrected | None:
-        """Corrected draws of a hierarchy, where a third of the bounds is exceeded, or ``None``."""
-        apart = self.khat.other_modes or self._missed
-        if self.exact is None or apart or (self.ok and not self.is_rough):
+        """Corrected draws of a hierarchy, where errors may be a third of the bounds, or ``None``."""
+        moved, apart = self._moved.values(), self.khat.other_modes or self._missed
+        seen = any(m.exceeds(*ROUGH, more=0.0) or m.end() > ROUGH_END for m in moved)
+        if self.exact is None or apart or (self.ok and not seen):
             return None
         guide, weights = self.exact
         taken = decision_on(weights, guide.collapsed)[0] == "intervals"

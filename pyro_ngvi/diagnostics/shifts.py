@@ -21,6 +21,7 @@ COARSE_MEAN = 0.3  # sds
 COARSE_SD = float(np.log(1.3))
 COARSE_END = 0.5  # sds; of a Gaussian 7 % are beyond an end so far off that is to have 2.5 % there
 ROUGH = COARSE_MEAN / 3, COARSE_SD / 3  # beyond which a richer guide is worth a try
+ROUGH_END = COARSE_END / 3
 BOUNDS = f"the bounds are {COARSE_MEAN} sd and {100 * np.expm1(COARSE_SD):.0f} %"
 COLUMNS = 4096  # entries at a time, to bound memory
 LEVELS = 0.025, 0.975  # of the ends of a 95 % interval
@@ -56,10 +57,10 @@ class Shift:
         sizes = abs(self.ends) + more * self.ends_error
         return float(sizes.max()) if math.prod(sizes.shape) else 0.0
 
-    def exceeds(self, mean: float, log_sd: float) -> bool:
+    def exceeds(self, mean: float, log_sd: float, more: float = -1.0) -> bool:
         """Whether a mean changes by more than ``mean`` sds, or a log sd by more than ``log_sd``, a
-        standard error taken off."""
-        sizes = zip(self.errors(-1.0), (mean, log_sd), strict=True)
+        standard error taken off, or ``more`` of them added."""
+        sizes = zip(self.errors(more), (mean, log_sd), strict=True)
         return any(bool((size > bound).any()) for size, bound in sizes)
 
 
