@@ -3,9 +3,10 @@
 from ..probing.vectorized import check_vectorized
 from ..runtime.model_density import ModelDensity
 from ..sites.leave_one_out import Influence, SiteLOO
+from .by_chains import diagnose
 from .calibration import Calibration, Uniformity, calibrate
 from .correction import Corrected, corrected
-from .diagnosis import Diagnosis, diagnose
+from .diagnosis import Diagnosis
 from .export import to_arviz
 from .khat import KHat, khat_from_log_weights
 from .linear_response import LinearResponse, linear_response

@@ -4,10 +4,8 @@ Draws v_s of a proposal r(v), and of each unit u_i given v_s, exactly; then with
 
     w_s propto p(v_s) prod_i L_i(v_s) / r(v_s)
 
-(:mod:`pyro_ngvi.hierarchy.collapsed`).  A Gaussian q(v) falls off faster than the posterior of a log
-scale, so r has marginals from slices of p(v | y) through it (:mod:`.slices`); and again, through mean
-and covariance of the weighted draws, until weights have a third moment, k-hat <= 1/3, or are all but
-equal.  Of all r that of the smallest k-hat is taken.
+(:mod:`pyro_ngvi.hierarchy.collapsed`); r by slices (:mod:`.proposal`).  So of few latent variables,
+all of them globals.
 
 The points of L_i(v) lie around q(u_i | v), which far from q(v) is not near p(u_i | y_i, v).  Points are
 doubled until that changes log p(y | v) by little on average over draws of r with their weights, or no
@@ -19,34 +17,27 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
 from time import thread_time
 from typing import Any
 
 import numpy as np
 import pyro
 import torch
-from pyro.infer.autoguide import AutoContinuous
 from torch import Tensor
 
-from ..guides import init_to_center
 from ..hierarchy import AutoHierarchical
 from ..hierarchy.collapsed import Collapsed, ExactUnits, collapse
-from ..hierarchy.marginal import MOST, ORDERS, point_count
+from ..hierarchy.whole import Whole
 from ..linalg.host import own_random_state
 from ..runtime.density import LatentLayout
-from ..runtime.model_density import NaNWhereSingular, batched_trace
 from ..runtime.run import CannotBatch
 from .draws import MOST_DOUBLES, Draws, Fitted, guide_draws, resample
-from .khat import EVEN, FEWEST, KHat, khat_from_log_weights
+from .khat import EVEN, FEWEST, KHat
 from .moved import Moved, by_site, derived, values_at
+from .proposal import DRAWS, proposal, refined
 from .shifts import shift_of
-from .slices import copula
 from .verdict import PATIENCE
-from .weights import MIN_DRAWS
 
-#: draws behind the choice of r and, for each global, behind q's covariance, rounds, and where they end
-DRAWS, EACH, ROUNDS, LIGHT = 1000, 50, 3, 1.0 / 3.0
 #: draws of a guide's own, which cost little, and numbers in them
 MANY, NUMBERS = 4000, 4_000_000
 #: draws of r where fewer leave it open whether the guide is off, or whether weights can be relied on;
@@ -55,9 +46,6 @@ MORE, MOST_DRAWS = 2000, 8000
 #: copies of one draw in what is read, and the share of it, above which that is of more draws, and how
 #: many times as many
 COPIES, SHARE, POOL = 10.0, 0.01, 4
-#: draws at which twice the points are tried, the most for a unit, and the nats by which they may change
-#: log p(y | v), by latent variables of a unit: they cost 2, 4 or 8 times as much
-TRIED, MOST_POINTS, FINE = 250, 1024, {1: 1e-3, 2: 5e-3, 3: 1e-2}
 
 
 def corrected(guide: Any, *args: Any, points: int | None = None, **kwargs: Any) -> ExactUnits:
@@ -96,47 +84,6 @@ def corrected(guide: Any, *args: Any, points: int | None = None, **kwargs: Any) 
     """
     model = collapse(guide, *args, points=points, **kwargs)
     return proposal(model) if model.missed or points is not None else refined(model)
-
-
-def refined(model: Collapsed, draws: int = DRAWS) -> ExactUnits:
-    """:func:`proposal` with as many points as its own draws need, at most 1024 for a unit."""
-    exact, units = proposal(model, draws), model.units
-    layout = model.layout
-    while units.width in ORDERS and not units.is_block:
-        count = 2 * model.point_count
-        if count > MOST or point_count(units, count)[1] > MOST_POINTS:
-            break
-        finer = Collapsed(model.guide, *model.given, count)
-        theta, log_r = _drawn(exact, layout, TRIED)
-        few, more = log_density(model, layout, theta), log_density(finer, layout, theta)
-        change = torch.softmax(more - log_r, 0) * (more - few).abs()
-        if float(change.nan_to_num(torch.inf).sum()) <= FINE[units.width]:
-            break
-        model, exact = finer, proposal(finer, draws)
-    return exact
-
-
-def proposal(model: Collapsed, draws: int = DRAWS) -> ExactUnits:
-    """With that r(v) of the smallest k-hat among a few."""
-    layout, tried = model.layout, []
-    theta, log_q = _drawn(ExactUnits(model), layout, max(draws, EACH * layout.dim))
-    theta = theta[log_q.isfinite()]
-    mean, covariance = theta.mean(0), theta.mT.cov().reshape(2 * theta.shape[1:])
-    if bool((theta == theta[0]).all(0).any()):  # a guide that is a point in some of them
-        return ExactUnits(model)
-    for _ in range(ROUNDS):
-        guide = ExactUnits(model, _Sliced(model, layout, mean, covariance))
-        theta, weights = weighted_globals(guide, layout, draws)
-        d = layout.dim
-        tried.append((weights.khat, guide))
-        few = weights.ess < MIN_DRAWS + d * (d + 1) / 2
-        if is_light(weights) or few:
-            break
-        w = torch.from_numpy(weights.psis_log_weights).to(theta).exp()
-        mean = w @ theta
-        rest = w.sqrt().unsqueeze(-1) * (theta - mean)
-        covariance = rest.mT @ rest
-    return min(tried, key=itemgetter(0))[1]
 
 
 def resampled(guide: ExactUnits, num_samples: int) -> dict[str, Tensor]:
@@ -199,11 +146,11 @@ class Corrected:
 
 def moved_by_weights(
     model: Any,
-    guide: AutoHierarchical,
+    guide: Any,
     args: Any,
     kwargs: Any,
     draws: int,
-    known: Collapsed | ExactUnits | None = None,
+    known: Collapsed | Whole | ExactUnits | None = None,
 ) -> tuple[dict[str, Moved], dict[str, Moved], tuple[ExactUnits, KHat]] | None:
     """By how much a trained guide is off, with its units integrated out, from so many draws of r, or
     more where these leave it open or refuse, with the guide that has r and its weights; ``None`` where
@@ -271,36 +218,6 @@ def doubt_of(guide: AutoHierarchical, args: Any, kwargs: Any) -> str:
     return ""
 
 
-def _drawn(guide: ExactUnits, layout: LatentLayout, draws: int) -> tuple[Tensor, Tensor]:
-    """Draws (S, d) of the globals, unconstrained, and their log density as constrained ones, infinite
-    where a number is rounded to the end of its support."""
-    values, (log_r, _) = guide_draws(partial(guide.globals), draws)
-    theta = layout.pack(values)
-    lost = log_r.isnan() | ~theta.isfinite().all(1)
-    return theta.where(~lost[:, None], 0.0), log_r.where(~lost, torch.inf)
-
-
-def weighted_globals(guide: ExactUnits, layout: LatentLayout, draws: int) -> tuple[Tensor, KHat]:
-    """Draws (S, d) of the globals, unconstrained, and their weights p(v, y) / r(v)."""
-    theta, log_r = _drawn(guide, layout, draws)
-    log_w = log_density(guide.collapsed, layout, theta) - log_r
-    return theta, khat_from_log_weights(log_w.numpy(force=True))
-
-
-@torch.no_grad()
-def log_density(model: Collapsed, layout: LatentLayout, theta: Tensor) -> Tensor:
-    """log p(v, y) of constrained v at unconstrained points (S, d), (S,), in float64."""
-    # far out parameters leave their support, and covariances are singular
-    with pyro.validation_enabled(False), NaNWhereSingular():
-        trace = batched_trace(model, layout.unpack(theta), chunk_size=max(1, int(model.room)))
-    return trace.log_joint().double().nan_to_num(-torch.inf)
-
-
-def is_light(weights: KHat) -> bool:
-    """Whether weights have a third moment, or are all but equal."""
-    return weights.khat <= LIGHT or weights.ess > EVEN * len(weights.log_weights)
-
-
 def can_weigh(weights: KHat) -> bool:
     """Whether weights of globals can be relied on."""
     share = weights.ess / len(weights.log_weights)
@@ -308,7 +225,7 @@ def can_weigh(weights: KHat) -> bool:
     return steady and share >= FEWEST and not (weights.missed or 0.0) > 0.0
 
 
-def decision_on(weights: KHat, model: Collapsed) -> tuple[str, str]:
+def decision_on(weights: KHat, model: Collapsed | Whole) -> tuple[str, str]:
     """Whether to take corrected draws, and the same in words."""
     draws = len(weights.log_weights)
     if model.too_rough:
@@ -316,7 +233,8 @@ def decision_on(weights: KHat, model: Collapsed) -> tuple[str, str]:
             f"Not usable: log p(y | v) is off by {model.error:.2g} nats or more. Pass points= to "
             f"ngvi.collapse(guide, ...), or take NUTS."
         )
-    figures = f"k-hat of the globals {weights.khat:.2f} from {draws} draws, worth {weights.ess:.0f}"
+    of = " of the globals" * (model.units is not None)
+    figures = f"k-hat{of} {weights.khat:.2f} from {draws} draws, worth {weights.ess:.0f}"
     if model.missed:
         return (
             "unusable",
@@ -324,27 +242,9 @@ def decision_on(weights: KHat, model: Collapsed) -> tuple[str, str]:
         )
     if can_weigh(weights):
         return "intervals", f"Take the corrected intervals as they are ({figures} exact ones)."
+    if model.units is None:
+        return "unusable", f"Not usable: draws cannot be corrected ({figures}). Take NUTS."
     return "unusable", (
         f"Not usable: globals cannot be corrected ({figures}). Take NUTS on ngvi.collapse(guide, ...), "
         f"whose draw_units(draws) adds the units."
     )
-
-
-class _Sliced(AutoContinuous):
-    """The globals by slices of their density through a Gaussian: :func:`.slices.copula`."""
-
-    def __init__(
-        self, model: Collapsed, layout: LatentLayout, mean: Tensor, covariance: Tensor
-    ) -> None:
-        super().__init__(model, init_loc_fn=init_to_center)
-
-        def log_p(theta: Tensor) -> Tensor:
-            _, log_det = layout.unpack_with_log_det(theta)
-            return log_density(model, layout, theta) + log_det
-
-        self._posterior = copula(log_p, mean, covariance)
-        with torch.no_grad():
-            self()
-
-    def get_posterior(self, *args: Any, **kwargs: Any) -> Any:
-        return self._posterior

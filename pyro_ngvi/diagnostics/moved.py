@@ -77,20 +77,20 @@ class Moved(Shift):
         """Whether it is good or off, and the errors of ends leave no doubt of that."""
         return self.is_off or (self.is_good and self.end(1.0) <= COARSE_END)
 
-    def is_far_from(self, other: Shift) -> bool:
+    def is_far_from(self, other: Shift, less: float = 0.0) -> bool:
         """Whether another estimate is off by this one, where chains have left their starts and this is
-        known to the bounds."""
+        known to the bounds; ``less`` standard errors of the difference taken off."""
 
-        def far(one: Any, error: Any, two: Any, bound: float) -> Tensor:
-            away = (one - torch.as_tensor(two).to(self.mean)).abs() > bound
+        def far(name: str, bound: float) -> Tensor:
+            one, error = getattr(self, name), getattr(self, f"{name}_error")
+            two, noise = (
+                torch.as_tensor(getattr(other, n)).to(self.mean) for n in (name, f"{name}_error")
+            )
+            away = (one - two).abs() - less * torch.hypot(error, noise) > bound
             return away & (2.0 * error <= bound) & (self.rho <= STUCK)
 
-        pairs = (
-            far(self.mean, self.mean_error, other.mean, COARSE_MEAN),
-            far(self.log_sd, self.log_sd_error, other.log_sd, COARSE_SD),
-            far(self.ends, self.ends_error, other.ends, COARSE_END),
-        )
-        return any(bool(x.any()) for x in pairs)
+        bounds = {"mean": COARSE_MEAN, "log_sd": COARSE_SD, "ends": COARSE_END}
+        return any(bool(far(*each).any()) for each in bounds.items())
 
     def __str__(self) -> str:
         mean, sd, end = (float(abs(x).max()) for x in (self.mean, self.log_sd, self.ends))

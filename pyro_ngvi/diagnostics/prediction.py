@@ -92,7 +92,7 @@ def predict(
         try:
             with random_state(seed):
                 values = guide_draws(bound, count)[0] if exact is None else resampled(exact, count)
-                if exact is not None:
+                if exact is not None and exact.collapsed.units is not None:
                     values |= _units_at(exact, values, args, kwargs)
         except (TypeError, AttributeError, RuntimeError) as error:
             reason = str(error).split(". ")[0]

@@ -17,10 +17,11 @@ from ..families.vectors import split
 from ..hierarchy.collapsed import Collapsed, ExactUnits
 from ..optim.rule import require
 from ..runtime.density import LatentLayout
-from .correction import can_weigh, is_light, refined, weighted_globals
+from .correction import can_weigh
 from .draws import random_state
 from .khat import PARETO, KHat
 from .loo import without
+from .proposal import is_light, refined, weighted_globals
 from .weights import smoothed
 
 

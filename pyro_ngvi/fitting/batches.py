@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +51,12 @@ class Batches:
             raise ValueError(
                 f"Minibatches come from an iterable that can be gone through again, and this is "
                 f"{type(source).__name__}. Pass a DataLoader or a list of tuples of arguments."
+            )
+        if hasattr(source, "shape") or isinstance(source, Mapping):
+            raise ValueError(
+                f"Minibatches come from a DataLoader or a list of tuples of arguments, and this is "
+                f"{type(source).__name__}. A model takes its data by position, ngvi.fit(model, y), or "
+                f"bound: functools.partial(model, data=y)."
             )
         if any(isinstance(s, WeightedRandomSampler) for s in samplers_of(source)):
             warnings.warn(

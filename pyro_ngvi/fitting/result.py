@@ -14,8 +14,9 @@ from torch import Tensor
 
 from .. import diagnostics
 from ..diagnostics import Corrected, Diagnosis, KHat
+from ..diagnostics.by_chains import without_chains
+from ..diagnostics.by_slices import by_slices, can_be_corrected, times_for_loo
 from ..diagnostics.correction import doubt_of, resampled
-from ..diagnostics.diagnosis import without_chains
 from ..diagnostics.draws import guide_draws, random_state
 from ..distributed.processes import is_alone
 from ..hierarchy import AutoHierarchical
@@ -150,10 +151,10 @@ class Result:
 
     @cached_property
     def verdict(self) -> KHat | Diagnosis | Corrected:
-        """Whether to believe what is read: the word on the guide, or on corrected draws of a hierarchy
-        where the guide's own show errors and these may be taken; all have ``decision``, ``ok`` and
-        ``verdict``."""
-        return getattr(self._of_guide, "corrected", None) or self._of_guide
+        """Whether to believe what is read: the word on the guide, or on corrected draws where the
+        guide's own show errors; all have ``decision``, ``ok`` and ``verdict``."""
+        found, how = self._of_guide, (self.model, self.guide, self.args, self.kwargs)
+        return getattr(found, "corrected", None) or by_slices(*how, found) or found
 
     @cached_property
     def _of_guide(self) -> KHat | Diagnosis:
@@ -181,7 +182,7 @@ class Result:
     @property
     def _source(self) -> Any:
         """What draws are of: the guide, or that of corrected ones."""
-        if isinstance(self.guide, AutoHierarchical) and not (self.is_spread or self._is_stream):
+        if can_be_corrected(self.guide) and not (self.is_spread or self._is_stream):
             with suppress(ValueError):  # a guide that is a point in some sites has no verdict
                 if isinstance(self.verdict, Corrected):
                     return self.verdict.guide
@@ -223,11 +224,10 @@ class Result:
 
     @told_in("steps.md#takes-100-of-1000-examples")
     def _need_all_data(self) -> None:
+        why = "This needs all data at once, and the fit saw minibatches alone. Give all data as "
+        why += "arguments beside data=, or pass model, guide and all data to diagnose or loo."
         if self._is_stream:
-            raise ValueError(
-                "This needs all data at once, and the fit saw minibatches alone. Give all data as "
-                "arguments beside data=, or pass model, guide and all data to diagnose or loo."
-            )
+            raise ValueError(why)
 
     @cached_property
     def _structure(self) -> Structure:
@@ -292,7 +292,8 @@ class Result:
         alone."""
         self._need_all_data()
         if var_name not in self._loo:
-            how: Any = {"num_samples": self._draws, "var_name": var_name, "seed": 0}
+            draws = times_for_loo(self._source) * self._draws
+            how: Any = {"num_samples": draws, "var_name": var_name, "seed": 0}
             with suppress(ValueError):  # there is none of a guide that is a point in some sites
                 how["verdict"] = self.verdict
             self._loo[var_name] = diagnostics.loo(

@@ -39,6 +39,7 @@ from .marginal import (
     weighted_terms,
 )
 from .runs import Drawn, Given, Held, Values
+from .whole import Whole
 
 #: degrees of freedom of proposals; how many there are for a unit of k latent variables, so many + k;
 #: and at how many times the draws of the globals, as these are one point and quadrature splits its own
@@ -135,7 +136,7 @@ class Collapsed:
             )
         self.guide, self.units, self.points = guide, guide.units, points
         self.given = args, kwargs
-        self.call = guide._call(args, kwargs)
+        self.call, self.globals = guide._call(args, kwargs), partial(guide.globals, *args, **kwargs)
         nodes, parts = guide.prototype_trace.nodes, self.units.parts
         self._held: Any = Held(parts, None, further=[""])(self.call.model)  # to its end, units at 0
         start = {name: nodes[name]["value"] for name in self.units.globals}
@@ -324,24 +325,24 @@ class ExactUnits:
     globals, p(y, v) / q(v), and do not decay with the number of units.  Example: :func:`collapse`.
 
     Args:
-        collapsed: the model of the globals.
+        collapsed: the model of the globals, :class:`Collapsed` or :class:`.Whole`.
         globals: a guide of it; q(v) of the hierarchical guide where not given.
     """
 
     #: weights of many draws, where a verdict has looked at these
     judged: Any = None
 
-    def __init__(self, collapsed: Collapsed, globals: Callable[[], Any] | None = None) -> None:
-        self.collapsed, call = collapsed, collapsed.call
-        self.globals: Any = globals or partial(collapsed.guide.globals, *call.args, **call.kwargs)
+    def __init__(self, collapsed: Any, globals: Callable[[], Any] | None = None) -> None:
+        self.collapsed, self.globals = collapsed, globals or collapsed.globals
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Draw all latent sites: a dict of values by name."""
         guide, call = self.collapsed.guide, self.collapsed.call
         values = dict(self.globals())
-        drawn = self.collapsed.drawn({n: x.unsqueeze(0) for n, x in values.items()})
+        if isinstance(self.collapsed, Whole):
+            return values
         with poutine.block():
             guide._create_plates(*call.args, **call.kwargs)
-        return values | self.collapsed.units.sample(
-            drawn, guide.prototype_trace.nodes, guide.plates
-        )
+        drawn = self.collapsed.drawn({n: x.unsqueeze(0) for n, x in values.items()})
+        of_units = drawn, guide.prototype_trace.nodes, guide.plates
+        return values | self.collapsed.units.sample(*of_units)

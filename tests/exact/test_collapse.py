@@ -19,6 +19,7 @@ import pyro_ngvi as ngvi
 from pyro_ngvi.diagnostics import Corrected, ModelDensity, corrected, correction
 from pyro_ngvi.diagnostics.draws import Fitted, guide_draws, random_state
 from pyro_ngvi.diagnostics.moved import Moved
+from pyro_ngvi.diagnostics.proposal import log_density
 from pyro_ngvi.hierarchy.collapsed import Collapsed
 from pyro_ngvi.hierarchy.marginal import found_beyond, integrated
 from tests.covering import covering
@@ -460,7 +461,7 @@ def test_corrected_draws_have_the_weights_of_their_globals_in_large_pieces(monke
     with random_state(1):
         values, (log_r, _) = guide_draws(partial(exact.globals), 100)
     assert all(torch.equal(x, draws.values[name]) for name, x in values.items())
-    log_p = correction.log_density(model, model.layout, model.layout.pack(values))
+    log_p = log_density(model, model.layout, model.layout.pack(values))
     wanted = log_p - log_r
     assert torch.allclose(draws.log_joint - draws.log_q, wanted, rtol=0.0, atol=1e-9)
 

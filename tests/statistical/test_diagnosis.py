@@ -17,8 +17,7 @@ from torch import Tensor
 import pyro_ngvi as ngvi
 from pyro_ngvi.diagnostics import Diagnosis, KHat, ModelDensity
 from pyro_ngvi.diagnostics.chains import run_chains
-from pyro_ngvi.diagnostics.diagnosis import Moved, moved
-from pyro_ngvi.diagnostics.moved import by_site
+from pyro_ngvi.diagnostics.moved import Moved, by_site, moved
 from pyro_ngvi.diagnostics.shifts import Shift
 from pyro_ngvi.runtime.density import LatentLayout
 
@@ -320,7 +319,7 @@ def test_more_chains_start_where_errors_leave_a_site_undecided(
         counts.append(len(start))
         return run_chains(log_prob, start, steps)
 
-    monkeypatch.setattr("pyro_ngvi.diagnostics.diagnosis.run_chains", counted)
+    monkeypatch.setattr("pyro_ngvi.diagnostics.by_chains.run_chains", counted)
     right, wrong = gaussian(1.0, 2.0), gaussian(1.0, 0.8)
     assert ngvi.diagnose(right, right, num_chains=80).decision == "intervals"
     assert counts == [80, 320]

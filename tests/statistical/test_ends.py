@@ -88,14 +88,21 @@ def log_gamma(a: float) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_verdict_asks_for_ends_and_a_richer_guide_has_them(seed: int) -> None:
+def test_a_verdict_asks_for_ends_and_a_richer_guide_has_them(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The lower end of the best Gaussian of log Gamma(2) is .59 sd too high, its mean and sd are within
-    the bounds; that of log Gamma(8) is .23 sd too high."""
+    the bounds; that of log Gamma(8) is .23 sd too high.  Corrected draws have them too."""
+    lower, upper = np.log(stats.gamma.ppf(LEVELS, 2.0))
+    drawn = ngvi.fit(log_gamma, 2.0, seed=seed, progress=False).sample(8000, seed=seed)["z"]
+    below = (drawn < lower).double().mean(0), (drawn < upper).double().mean(0)
+    # 8,000 draws of weights worth half as many: .0025 is a standard error
+    assert all(((x - p).abs() < 0.01).all() for x, p in zip(below, LEVELS, strict=True))
+    monkeypatch.setattr("pyro_ngvi.fitting.result.by_slices", lambda *how: None)
     fit: Any = ngvi.fit(log_gamma, 2.0, seed=seed, progress=False)
     assert fit.verdict.decision != "intervals"
     z = fit.diagnosis.sites["z"]
     sd = math.sqrt(float(torch.polygamma(1, torch.tensor(2.0))))
-    lower, upper = np.log(stats.gamma.ppf(LEVELS, 2.0))
     own = fit.guide.quantiles(LEVELS)["z"]
     exact = (torch.tensor([lower, upper]).unsqueeze(1) - own) / sd
     assert ((z.ends - exact).abs() < 4.0 * z.ends_error + 0.1).all()

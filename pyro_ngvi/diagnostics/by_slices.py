@@ -1,0 +1,63 @@
+"""Corrected draws of a model of few latent variables, where short chains see errors."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from ..guides import AutoFullRankNormal
+from ..hierarchy import AutoHierarchical
+from ..hierarchy.whole import Whole
+from ..runtime.run import CannotBatch
+from .correction import MOST_DRAWS, POOL, Corrected, moved_by_weights
+from .diagnosis import Diagnosis
+from .draws import MOST_DOUBLES, Fitted, random_state
+from .khat import KHat
+from .proposal import proposal
+
+#: latent variables that a copula of slices is tried for, and the share of even weights it must have
+FEW, SHARE = 20, 0.25
+
+
+def can_be_corrected(guide: Any) -> bool:
+    """Whether draws of such a guide are corrected where they are off."""
+    few = isinstance(guide, AutoFullRankNormal) and guide.latent_dim <= FEW
+    return few or isinstance(guide, AutoHierarchical)
+
+
+def times_for_loo(guide: Any) -> int:
+    """How many times as many draws leave one datum out: without one tails are longer, and these draws
+    cost little."""
+    return POOL if isinstance(getattr(guide, "collapsed", None), Whole) else 1
+
+
+def by_slices(
+    model: Any, guide: Any, args: Any, kwargs: Any, found: KHat | Diagnosis
+) -> Corrected | None:
+    """Corrected draws of a model of few latent variables, where those of a full-rank guide may be off
+    by a third of the bounds, as chains ``found``: by weights that can be relied on, and agree."""
+    if not (can_be_corrected(guide) and isinstance(found, Diagnosis) and not found.integrated):
+        return None
+    known = found.khat
+    apart = known.other_modes or known.rounded or known.ess == 0.0 or (known.missed or 0.0) > 0.0
+    if apart or not found.may_be_off:
+        return None
+    # a support that depends on a latent site has no slices, say
+    with suppress(ValueError, RuntimeError, CannotBatch), random_state(0, stream=3):
+        fitted = Fitted(model, guide, args, kwargs)
+        held = sum(site["value"].numel() for site in fitted.in_sum.values())
+        room = MOST_DOUBLES / max(1, held)
+        better = proposal(Whole(model, guide, args, kwargs, fitted.joint, room))
+        judged = moved_by_weights(model, guide, args, kwargs, MOST_DRAWS, better)
+        if judged is None:
+            return None
+        sites, unconstrained, exact = judged
+        better, weights = exact
+        even = weights.ess >= SHARE * len(weights.log_weights)
+        agree = not any(
+            m.is_far_from(sites[n], less=2.0) for n, m in found.sites.items() if n in sites
+        )
+        seen = Diagnosis(sites, unconstrained, known, float("nan"), exact=exact)
+        if even and agree and not (found.ok and not seen.may_be_off):
+            return Corrected(better, weights, found.verdict)
+    return None

@@ -1,0 +1,87 @@
+"""Corrected draws of models of few latent variables, against closed forms."""
+
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import Tensor
+
+import pyro_ngvi as ngvi
+from pyro_ngvi.diagnostics import Corrected, Diagnosis
+from pyro_ngvi.diagnostics.by_slices import by_slices
+
+HOW: Any = {"seed": 0, "progress": False}
+Y = torch.zeros(20, dtype=torch.float64)
+
+
+def never_seen(y: Tensor) -> None:
+    """0 of 20: p(a | y) = Beta(1, 21), whose density is largest at its end, 0."""
+    a = pyro.sample("a", dist.Beta(y.new_ones(()), 1.0))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Bernoulli(a), obs=y)
+
+
+def rates(y: Tensor, d: int) -> None:
+    """d rates of which hardly anything was seen, each Gamma(1, 2) a posteriori."""
+    with pyro.plate("data", d):
+        m: Any = pyro.sample("m", dist.Gamma(y.new_ones(()), 1.0))
+        pyro.sample("y", dist.Poisson(m), obs=y[:d])
+
+
+def test_ends_and_moments_are_those_of_the_closed_form() -> None:
+    fit = ngvi.fit(never_seen, Y, **HOW)
+    found: Any = fit.verdict
+    assert isinstance(found, Corrected) and found.decision == "intervals"
+    assert "k-hat" in repr(fit) and "globals" not in repr(fit)
+    n = 4000
+    a = fit.sample(n, seed=0)["a"]
+    worth = n * min(1.0, found.khat.ess / len(found.khat.log_weights))
+    exact = torch.distributions.Beta(1.0, 21.0)
+    assert abs(float(a.mean()) - float(exact.mean)) < 4.0 * float(exact.stddev) / worth**0.5
+    for p in 0.025, 0.975:
+        at = 1.0 - (1.0 - p) ** (1.0 / 21.0)  # the quantile
+        below = float((a <= at).double().mean())
+        assert abs(below - p) < 4.0 * (p * (1.0 - p) / worth) ** 0.5
+    # the guide's own draws have hardly any near 0
+    own = fit.to_arviz(corrected=False, num_samples=n, seed=0)["posterior"]["a"].values
+    assert (own <= 1.0 - 0.975 ** (1.0 / 21.0)).mean() < 0.01
+
+
+def test_leaving_one_out_is_that_of_the_closed_form() -> None:
+    """p(y_i = 0 | the other 19) = 20 / 21; the se of 4,000 draws is below .01 of 20 terms."""
+    fit = ngvi.fit(never_seen, Y, **HOW)
+    found = fit.loo()
+    elpd = float(getattr(found, "elpd_loo", None) or found.elpd)
+    assert elpd == pytest.approx(20.0 * torch.tensor(20.0 / 21.0).log().item(), abs=0.01)
+
+
+def test_what_is_read_is_corrected_and_can_be_told_from_the_guide() -> None:
+    fit = ngvi.fit(never_seen, Y, **HOW)
+    idata, own = fit.to_arviz(num_samples=500, seed=0), fit.to_arviz(corrected=False, seed=0)
+    assert idata.attrs["resample"] == "corrected" and "resample" not in own.attrs
+    assert idata["posterior"].sizes["draw"] == 500 and idata.attrs["guide"] == "AutoFullRankNormal"
+    assert "corrected" in str(fit.summary())
+    new = fit.predict(Y.new_zeros(3), num_samples=50)
+    assert new["y"].shape == (50, 3)
+
+
+@pytest.mark.parametrize("d", [3, 21])
+def test_only_few_latent_variables_are_tried(d: int) -> None:
+    y = Y.new_zeros(21)
+    fit = ngvi.fit(rates, y, d, guide="AutoFullRankNormal", **HOW)
+    assert isinstance(fit.diagnosis, Diagnosis) and fit.diagnosis.may_be_off
+    how = rates, fit.guide, (y, d), {}
+    assert (by_slices(*how, fit.diagnosis) is None) is (d == 21)
+
+
+def test_other_guides_and_modes_are_left_alone() -> None:
+    def turned() -> None:
+        a, b = (pyro.sample(name, dist.Normal(Y.new_zeros(()), 1.0)) for name in "ab")
+        pyro.sample("y", dist.Normal(a * b, 0.3), obs=Y.new_tensor(1.0))
+
+    fit = ngvi.fit(turned, guide="AutoFullRankNormal", **HOW)
+    assert not isinstance(fit.verdict, Corrected) and not fit.verdict.ok
+    fit = ngvi.fit(never_seen, Y, guide="AutoMeanFieldNormal", **HOW)
+    assert not isinstance(fit.verdict, Corrected)
