@@ -108,7 +108,8 @@ def elpd_data(
     bad = int((shapes > frame.good_k).sum())
     if bad:
         at = np.unravel_index(np.nanargmax(shapes), [*dims.values()])
-        where = f"{', '.join(map(str, at))} ({np.nanmax(shapes):.2f})"
+        where = ", ".join(map(str, at)) or "the one"  # of a site without dimensions
+        where += f" ({np.nanmax(shapes):.2f})"
         others, tail = by_guide
         why = (
             "the posterior depends on them. Look at them, refit without them, or give the model "

@@ -9,14 +9,17 @@ from ..guides import AutoFullRankNormal
 from ..hierarchy import AutoHierarchical
 from ..hierarchy.whole import Whole
 from ..runtime.run import CannotBatch
-from .correction import MOST_DRAWS, POOL, Corrected, moved_by_weights
+from .correction import MORE, MOST_DRAWS, POOL, Corrected, moved_by_weights
 from .diagnosis import Diagnosis
 from .draws import MOST_DOUBLES, Fitted, random_state
 from .khat import KHat
 from .proposal import proposal
+from .verdict import PATIENCE
 
 #: latent variables that a copula of slices is tried for, and the share of even weights it must have
 FEW, SHARE = 20, 0.25
+#: draws that tell what one costs, those behind a proposal or so, and seconds for a guide that is good
+TRIED, BEFORE, QUICK = 250, 4000, 4.0
 
 
 def can_be_corrected(guide: Any) -> bool:
@@ -35,29 +38,39 @@ def by_slices(
     model: Any, guide: Any, args: Any, kwargs: Any, found: KHat | Diagnosis
 ) -> Corrected | None:
     """Corrected draws of a model of few latent variables, where those of a full-rank guide may be off
-    by a third of the bounds, as chains ``found``: by weights that can be relied on, and agree."""
+    by a third of the bounds, as chains ``found``: by weights that can be relied on, and agree.
+
+    A tail that is so long that a few draws make the sd is none of theirs."""
     if not (can_be_corrected(guide) and isinstance(found, Diagnosis) and not found.integrated):
         return None
     known = found.khat
     apart = known.other_modes or known.rounded or known.ess == 0.0 or (known.missed or 0.0) > 0.0
     if apart or not found.may_be_off:
         return None
+    patience = QUICK if found.ok else PATIENCE
     # a support that depends on a latent site has no slices, say
     with suppress(ValueError, RuntimeError, CannotBatch), random_state(0, stream=3):
         fitted = Fitted(model, guide, args, kwargs)
+        for _ in range(2):  # what a first call costs is no draw's
+            fitted.draw(TRIED, None)
+        each = fitted.seconds / TRIED
+        draws = next((n for n in (MOST_DRAWS, MORE) if (n + BEFORE) * each <= patience), 0)
+        if not draws:
+            return None
         held = sum(site["value"].numel() for site in fitted.in_sum.values())
         room = MOST_DOUBLES / max(1, held)
         better = proposal(Whole(model, guide, args, kwargs, fitted.joint, room))
-        judged = moved_by_weights(model, guide, args, kwargs, MOST_DRAWS, better)
+        judged = moved_by_weights(model, guide, args, kwargs, draws, better)
         if judged is None:
             return None
         sites, unconstrained, exact = judged
         better, weights = exact
         even = weights.ess >= SHARE * len(weights.log_weights)
+        sure = all(m.is_known for m in sites.values())
         agree = not any(
             m.is_far_from(sites[n], less=2.0) for n, m in found.sites.items() if n in sites
         )
         seen = Diagnosis(sites, unconstrained, known, float("nan"), exact=exact)
-        if even and agree and not (found.ok and not seen.may_be_off):
+        if even and sure and agree and not (found.ok and not seen.may_be_off):
             return Corrected(better, weights, found.verdict)
     return None

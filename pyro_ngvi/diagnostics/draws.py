@@ -15,10 +15,9 @@ import torch
 from pyro.infer.autoguide import AutoGuide
 from pyro.util import get_rng_state, set_rng_state
 from torch import Tensor
-from torch.distributions import constraints
 
 from ..hierarchy import AutoHierarchical, ExactUnits
-from ..linalg.host import apart, is_coarse
+from ..linalg.host import apart
 from ..runtime.checks import LatentSupports, check_data, refuse_minibatches
 from ..runtime.density import (
     Kind,
@@ -28,7 +27,6 @@ from ..runtime.density import (
     is_auxiliary,
     is_latent,
     is_minibatch,
-    plain_support,
     site_kind,
     site_log_prob,
 )
@@ -42,6 +40,8 @@ from .weights import systematic_resample
 
 MOST_DOUBLES = 10_000_000  # in an array that is stored in float64
 AT_ONCE = 1 << 21  # numbers in the matrices of draws of units that are made at once
+# weights that may be noise: nats above those of the bulk, draws at most, and the way to the mean beside
+BULK, HUGE, MOST_HUGE, BESIDE = 0.99, 5.0, 100, 1e-3
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,31 @@ class Fitted:
         self.seconds = time.thread_time() - start
         rounding = 64.0 * sum(float(x.max()) ** 0.5 for x in (squares, squares_q))
         draws = Draws(values, log_q, log_p, rounding, *found)
-        return draws.without_nan() if isinstance(self.guide.func, ExactUnits) else draws
+        if not isinstance(self.guide.func, ExactUnits):
+            return draws
+        return self._without_noise(draws.without_nan(), batch_size)
+
+    def _without_noise(self, draws: Draws, batch_size: int | None) -> Draws:
+        """The same with weights of 0 where a huge one is that of roundings, as log gammas of 10^16
+        are: of a draw far out in a tail of r, beside which log p is another by nats."""
+        log_w = torch.from_numpy(draws.log_ratio)
+        huge = (log_w > log_w.quantile(BULK) + HUGE).nonzero()[:, 0][:MOST_HUGE]
+        if not len(huge):
+            return draws
+        start = {n: x[huge.to(x.device)] for n, x in draws.values.items()}
+        # towards the mean, which leaves no convex support
+        near = {n: torch.lerp(x, draws.values[n].mean(0), BESIDE) for n, x in start.items()}
+
+        def density(sites: Sites) -> Tensor:
+            return density_of(sites, {name: site_log_prob(site) for name, site in sites.items()})[0]
+
+        at, beside = (
+            map_draws(self.joint, density, v, len(huge), batch_size) for v in (start, near)
+        )
+        smooth = 1.0 + 10.0 * BESIDE * sum(x[0].numel() for x in start.values())
+        noise = huge.to(at.device)[~((at - beside).abs() <= smooth)]
+        log_joint = draws.log_joint.index_fill(0, noise, -torch.inf)
+        return replace(draws, log_joint=log_joint)
 
 
 def sites_of_kind(sites: Sites, kind: Kind) -> list[str]:
@@ -303,41 +327,3 @@ def compact(x: Tensor, num_samples: int) -> Tensor:
     """In float32 where that many of them would make a large array."""
     large = x.dtype is torch.float64 and x.numel() * num_samples > MOST_DOUBLES
     return x.float() if large else x
-
-
-def warn_of_rounding(sites: Sites, values: Mapping[str, Tensor]) -> None:
-    """Warn where numbers near the draws are as far apart as these, or rounding has put many draws onto
-    the upper end of an interval, or of a simplex."""
-    for name, x in values.items():
-        support = plain_support(sites[name]["fn"].support)
-        if not x.numel() or not x.is_floating_point():
-            continue
-        near = 4.0 * torch.finfo(x.dtype).eps
-        if getattr(support, "event_dim", 1) == 0:  # others have entries that do not vary
-            sd, at = x.double().std(0), x.abs().amax(0)
-            coarse = (x != x[0]).any(0) & is_coarse(at, sd, x.dtype)
-            if bool(coarse.any()):
-                dtype = str(x.dtype).removeprefix("torch.")
-                warnings.warn(
-                    f"Draws of {name!r} are around {float(at[coarse].max()):.3g} with an sd of "
-                    f"{float(sd[coarse].min()):.2g}, which {dtype} hardly resolves. Use float64, "
-                    f"or subtract a constant from the data.",
-                    RuntimeWarning,
-                    stacklevel=3,
-                )
-        if isinstance(support, constraints.interval):
-            x = (x - support.lower_bound) / (support.upper_bound - support.lower_bound)
-            rounded = x >= 1.0 - near
-        elif support is constraints.simplex:  # whose last entry is what the others leave
-            rounded = x[..., -1] <= near
-        else:
-            continue
-        share = float(rounded.double().mean(0).max())
-        if share > 0.002:
-            warnings.warn(
-                f"{100.0 * share:.1f} % of the draws of {name!r} are rounded to the end of their "
-                f"support, beyond which the posterior is lost. Use float64, or the other end: the "
-                f"probability near 0, for a simplex another last entry.",
-                RuntimeWarning,
-                stacklevel=3,
-            )

@@ -20,11 +20,12 @@ from ..runtime.summed_out import SummedOut, given_name
 from .arviz_compat import from_groups
 from .correction import corrected as corrected_guide
 from .correction import decision_on, for_resampling
-from .draws import Fitted, random_state, sites_of_kind, warn_of_rounding, with_likelihood
+from .draws import Fitted, random_state, sites_of_kind, with_likelihood
 from .draws import resample as resampled_by
 from .groups import constants, name_dims, observations, per_draw
 from .new_data import NewData, fixed_parameters, shared_sums, simulate
 from .prediction import PREDICTIONS
+from .rounding import warn_of_rounding
 from .verdict import judge
 
 

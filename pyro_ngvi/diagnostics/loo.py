@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
@@ -108,7 +109,7 @@ def loo(
         if not verdict.ok and (not weigh or weights.other_modes):
             better = ", and guide.loo() does better" if hasattr(guide, "loo") else ""  # of sites
             words = f"loo cannot be relied on here{better}. {verdict.verdict}"
-            warnings.warn(words[:240], RuntimeWarning, stacklevel=2)
+            warnings.warn(shorten(words, 240, placeholder=" ..."), RuntimeWarning, stacklevel=2)
         elif weights.rounded:
             warnings.warn(f"loo: {weights.rounded}", RuntimeWarning, stacklevel=2)
         found = _left_out(fitted, draws, name, rows, powers, weigh, batch_size)

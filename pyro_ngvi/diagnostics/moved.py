@@ -77,6 +77,12 @@ class Moved(Shift):
         """Whether it is good or off, and the errors of ends leave no doubt of that."""
         return self.is_off or (self.is_good and self.end(1.0) <= COARSE_END)
 
+    @property
+    def is_known(self) -> bool:
+        """Whether two standard errors of means and sds are within the bounds."""
+        known = (2.0 * self.mean_error <= COARSE_MEAN) & (2.0 * self.log_sd_error <= COARSE_SD)
+        return bool(known.all())
+
     def is_far_from(self, other: Shift, less: float = 0.0) -> bool:
         """Whether another estimate is off by this one, where chains have left their starts and this is
         known to the bounds; ``less`` standard errors of the difference taken off."""

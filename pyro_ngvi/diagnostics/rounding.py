@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+import warnings
+from collections.abc import Mapping
 
 import numpy as np
+import torch
 from torch import Tensor
+from torch.distributions import constraints
 from torch.utils._pytree import tree_leaves
 
-from ..runtime.density import Sites, site_log_prob
+from ..linalg.host import is_coarse
+from ..runtime.density import Sites, plain_support, site_log_prob
 from ..runtime.in_double import double, in_double
 from ..runtime.model_density import map_draws
 from .draws import Draws, Fitted, density_of
@@ -57,3 +62,41 @@ def _middle(x: np.ndarray) -> tuple[float, float]:
     with np.errstate(all="ignore"):
         low, middle, high = np.quantile(x, [0.16, 0.5, 0.84])
     return float(middle), float(high - low) / 2.0
+
+
+def warn_of_rounding(sites: Sites, values: Mapping[str, Tensor]) -> None:
+    """Warn where numbers near the draws are as far apart as these, or rounding has put many draws onto
+    the upper end of an interval, or of a simplex."""
+    for name, x in values.items():
+        support = plain_support(sites[name]["fn"].support)
+        if not x.numel() or not x.is_floating_point():
+            continue
+        near = 4.0 * torch.finfo(x.dtype).eps
+        if getattr(support, "event_dim", 1) == 0:  # others have entries that do not vary
+            sd, at = x.double().std(0), x.abs().amax(0)
+            coarse = (x != x[0]).any(0) & is_coarse(at, sd, x.dtype)
+            if bool(coarse.any()):
+                dtype = str(x.dtype).removeprefix("torch.")
+                warnings.warn(
+                    f"Draws of {name!r} are around {float(at[coarse].max()):.3g} with an sd of "
+                    f"{float(sd[coarse].min()):.2g}, which {dtype} hardly resolves. Use float64, "
+                    f"or subtract a constant from the data.",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+        if isinstance(support, constraints.interval):
+            x = (x - support.lower_bound) / (support.upper_bound - support.lower_bound)
+            rounded = x >= 1.0 - near
+        elif support is constraints.simplex:  # whose last entry is what the others leave
+            rounded = x[..., -1] <= near
+        else:
+            continue
+        share = float(rounded.double().mean(0).max())
+        if share > 0.002:
+            warnings.warn(
+                f"{100.0 * share:.1f} % of the draws of {name!r} are rounded to the end of their "
+                f"support, beyond which the posterior is lost. Use float64, or the other end: the "
+                f"probability near 0, for a simplex another last entry.",
+                RuntimeWarning,
+                stacklevel=3,
+            )

@@ -146,7 +146,7 @@ def loo_units(
                 f"{weights.ess:.0f} of {num_draws}), and q stands for it. Check by NUTS on "
                 f"ngvi.collapse(guide, ...)."
             )
-            warnings.warn(words[:240], RuntimeWarning, stacklevel=2)
+            warnings.warn(words, RuntimeWarning, stacklevel=2)
     return found
 
 

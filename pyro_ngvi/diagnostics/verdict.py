@@ -16,10 +16,10 @@ from ..linalg.host import own_random_state
 from ..optim.host import find_blocks
 from ..runtime.density import LatentLayout, Sites, site_log_prob, to_unconstrained
 from ..runtime.model_density import map_draws
-from .draws import Draws, Fitted, random_state, sites_of_kind, warn_of_rounding
+from .draws import Draws, Fitted, random_state, sites_of_kind
 from .khat import EVEN, FEWEST, HALF, KHat
 from .mirrors import mirrored
-from .rounding import rounded
+from .rounding import rounded, warn_of_rounding
 from .shifts import shift_of
 from .weights import (
     MIN_DRAWS,

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -87,7 +88,7 @@ def climb(structure: Structure, fit: Callable[..., Any], max_time: float | None)
             if found is None:
                 raise
             message = f'fit(guide="auto") ends with {called(guide)}: no verdict on it, {error}'
-            warnings.warn(message[:240], stacklevel=3)
+            warnings.warn(shorten(message, 240, placeholder=" ..."), stacklevel=3)
             best = best or found
             break
         rungs.append(rung)

@@ -401,6 +401,21 @@ def test_priors_inside_the_plate_of_the_data_are_told() -> None:
     ngvi.fit(inside, Y, False, **HOW)  # one for each, of a known scale, may be meant
 
 
+def test_minibatches_are_no_data() -> None:
+    """Of one row each; the argument of a model may have the name of the option."""
+
+    def model_of(data: Tensor) -> None:
+        model(data)
+
+    words = (
+        "Minibatches come from a DataLoader .* and this is Tensor. A model takes its data by pos"
+    )
+    with pytest.raises(ValueError, match=words) as told:
+        ngvi.fit(model_of, data=Y, **HOW)
+    assert len(str(told.value)) <= 240
+    assert ngvi.fit(model_of, Y, **HOW).steps == 5
+
+
 def test_minibatches_are_no_dicts_of_arguments() -> None:
     def shifted(x: Any, y: Tensor | None = None) -> None:
         model(x["y"] if y is None else y - x)

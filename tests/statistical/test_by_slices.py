@@ -1,5 +1,6 @@
 """Corrected draws of models of few latent variables, against closed forms."""
 
+from dataclasses import replace
 from typing import Any
 
 import pyro
@@ -11,6 +12,10 @@ from torch import Tensor
 import pyro_ngvi as ngvi
 from pyro_ngvi.diagnostics import Corrected, Diagnosis
 from pyro_ngvi.diagnostics.by_slices import by_slices
+from pyro_ngvi.diagnostics.draws import Fitted
+from pyro_ngvi.hierarchy import ExactUnits
+from pyro_ngvi.hierarchy.whole import Whole
+from pyro_ngvi.runtime.model_density import map_draws
 
 HOW: Any = {"seed": 0, "progress": False}
 Y = torch.zeros(20, dtype=torch.float64)
@@ -85,3 +90,32 @@ def test_other_guides_and_modes_are_left_alone() -> None:
     assert not isinstance(fit.verdict, Corrected) and not fit.verdict.ok
     fit = ngvi.fit(never_seen, Y, guide="AutoMeanFieldNormal", **HOW)
     assert not isinstance(fit.verdict, Corrected)
+
+
+@pytest.mark.parametrize("smooth", [False, True])
+def test_a_huge_weight_is_noise_where_log_p_is_another_beside_it(smooth: bool) -> None:
+    """Log gammas of numbers near 10^16 have such noise; another mode has not."""
+
+    def model(y: Tensor) -> None:
+        x = pyro.sample("x", dist.Normal(y.new_zeros(()), 1.0))
+        far = 1000.0 * torch.frac(1e6 * x).abs() + 500.0
+        far = 600.0 - 0.5 * (x + 30.0).square() if smooth else far
+        pyro.factor("noise", torch.where(x < -20.0, far, 0.0))
+
+    guide = ngvi.AutoFullRankNormal(model, init=None)
+    guide(Y)
+    fitted = Fitted(model, guide, (Y,), {})
+    exact = ExactUnits(Whole(model, guide, (Y,), {}, fitted.joint, 100.0))
+    fitted = Fitted(model, exact, (Y,), {})
+    drawn: Any = fitted.draw(600, None)
+    x = drawn.values["x"].clone()
+    x[7] = -30.0
+    log_joint = drawn.log_joint.clone()
+    log_joint[7] = float(map_draws(fitted.joint, log_p, {"x": x[7:8]}, 1))
+    found = fitted._without_noise(replace(drawn, values={"x": x}, log_joint=log_joint), None)
+    assert bool(found.log_joint[7].isinf()) is not smooth
+    assert torch.equal(found.log_joint[8:], log_joint[8:]) and found.log_joint[:7].isfinite().all()
+
+
+def log_p(sites: Any) -> Tensor:
+    return sum(site["fn"].log_prob(site["value"]).sum() for site in sites.values())  # type: ignore[return-value]
