@@ -115,12 +115,13 @@ def for_resampling(
 
 @dataclass(frozen=True)
 class Corrected:
-    """The word on a hierarchy whose own draws are off where corrected ones may be taken, and are: the
-    ``verdict`` of a :class:`~pyro_ngvi.fitting.Fit`, with ``decision`` "intervals".
+    """The word on a hierarchy, or a model of few latent variables, where draws of the guide are off and
+    corrected ones may be taken, and are: the ``verdict`` of a :class:`~pyro_ngvi.fitting.Fit`, with
+    ``decision`` "intervals".
 
     Attributes:
-        guide: what draws are of, :func:`corrected`.
-        khat: the weights of its globals (S,), worth ``khat.ess`` exact draws.
+        guide: what draws are of, as :func:`corrected` gives it.
+        khat: the weights of its globals, or of all (S,), worth ``khat.ess`` exact draws.
         own: the word on the draws of the trained guide.
 
     Example: ``fit.verdict`` is one for the ``fit`` in the example of :func:`corrected`; what is read of

@@ -40,8 +40,9 @@ from .weights import systematic_resample
 
 MOST_DOUBLES = 10_000_000  # in an array that is stored in float64
 AT_ONCE = 1 << 21  # numbers in the matrices of draws of units that are made at once
-# weights that may be noise: nats above those of the bulk, draws at most, and the way to the mean beside
-BULK, HUGE, MOST_HUGE, BESIDE = 0.99, 5.0, 100, 1e-3
+# weights that may be noise: nats above those of the bulk, draws at most, and the share of each number
+# by which log p is not another by a nat, where it is smooth
+BULK, HUGE, MOST_HUGE, BESIDE = 0.99, 5.0, 100, 1e-6
 
 
 @dataclass(frozen=True)
@@ -226,17 +227,16 @@ class Fitted:
         if not len(huge):
             return draws
         start = {n: x[huge.to(x.device)] for n, x in draws.values.items()}
-        # towards the mean, which leaves no convex support
-        near = {n: torch.lerp(x, draws.values[n].mean(0), BESIDE) for n, x in start.items()}
+        near = {name: (1.0 - BESIDE) * x for name, x in start.items()}
 
         def density(sites: Sites) -> Tensor:
             return density_of(sites, {name: site_log_prob(site) for name, site in sites.items()})[0]
 
-        at, beside = (
-            map_draws(self.joint, density, v, len(huge), batch_size) for v in (start, near)
-        )
-        smooth = 1.0 + 10.0 * BESIDE * sum(x[0].numel() for x in start.values())
-        noise = huge.to(at.device)[~((at - beside).abs() <= smooth)]
+        with pyro.validation_enabled(False):  # a simplex is none beside
+            at, beside = (
+                map_draws(self.joint, density, v, len(huge), batch_size) for v in (start, near)
+            )
+        noise = huge.to(at.device)[~((at - beside).abs() <= 1.0)]
         log_joint = draws.log_joint.index_fill(0, noise, -torch.inf)
         return replace(draws, log_joint=log_joint)
 

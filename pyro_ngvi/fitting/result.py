@@ -267,8 +267,8 @@ class Result:
 
     def to_arviz(self, **options: Any) -> Any:
         """:func:`pyro_ngvi.to_arviz` of the fit, with its options, ``fit.to_arviz(prior=True)``; no
-        numbers by datum where it was given minibatches alone.  Corrected draws of a hierarchy where the
-        guide's own show errors, unless ``corrected=False``.  With ``resample="psis"`` the draws of the
+        numbers by datum where it was given minibatches alone.  Corrected draws, where the verdict says
+        so, unless ``corrected=False``.  With ``resample="psis"`` the draws of the
         verdict, if neither ``num_samples`` nor ``seed`` says otherwise."""
         model, args = self._call
         if options.get("resample"):
