@@ -28,7 +28,7 @@ from .weights import evidence_of
 
 Values = dict[str, Tensor]
 #: draws that are mapped, a few of them first, nats that these may lack, and sds by which the mean of an
-#: entry has to move
+#: entry moves where it is far
 DRAWS, FEW, HOPELESS, APART = 250, 10, 30.0, 6.0
 #: sites whose signs are turned by pairs, entries that are exchanged, and maps, at most
 PAIRED, ENTRIES, MOST = 4, 5, 24
@@ -97,8 +97,11 @@ def _is_real(site: Any) -> bool:
 
 
 def _is_apart(before: Tensor, after: Tensor) -> bool:
+    """Whether means are far from each other, or no draw of the one lies among those of the other."""
     sd = before.std(0).maximum(after.std(0))
-    return bool(((before.mean(0) - after.mean(0)).abs() > APART * sd).any())
+    far = (before.mean(0) - after.mean(0)).abs() > APART * sd
+    disjoint = (before.amin(0) > after.amax(0)) | (before.amax(0) < after.amin(0))
+    return bool((far | (disjoint & (sd > 0.0))).any())
 
 
 def _signs(values: Values, sites: Sites) -> Iterator[tuple[str, Values]]:

@@ -91,6 +91,21 @@ def test_signs_of_two_sites_together() -> None:
     assert "the signs of 's', 'z' turned and 50% of the mass" in words
 
 
+def test_a_wide_mode_whose_image_holds_no_draw() -> None:
+    """Means 5 sds apart, and all draws on one side of 0: skewed, as flows are."""
+
+    def model() -> None:
+        a, b = (pyro.sample(name, dist.Normal(ZERO, 1.0)) for name in "ab")
+        pyro.sample("y", dist.Normal(a * b, 0.1), obs=ZERO + 0.8)
+
+    def guide() -> None:
+        a: Any = pyro.sample("a", dist.LogNormal(ZERO, 0.35))
+        pyro.sample("b", dist.LogNormal(-a.log() - 0.22, 0.12))
+
+    words = ngvi.khat(model, guide, seed=0).mirrored
+    assert "the signs of 'a', 'b' turned and 50% of the mass" in words
+
+
 @config_enumerate
 def components() -> None:
     w: Any = pyro.sample("w", dist.Beta(ZERO + 2.0, 2.0))
