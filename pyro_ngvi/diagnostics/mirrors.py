@@ -30,6 +30,8 @@ Values = dict[str, Tensor]
 #: draws that are mapped, a few of them first, nats that these may lack, and sds by which the mean of an
 #: entry moves where it is far
 DRAWS, FEW, HOPELESS, APART = 250, 10, 30.0, 6.0
+#: draws that the mass of an image is worth at least
+ALONE = 2.0
 #: sites whose signs are turned by pairs, entries that are exchanged, and maps, at most
 PAIRED, ENTRIES, MOST = 4, 5, 24
 
@@ -63,6 +65,8 @@ def mirrored(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> str
         if mass_of(log_ratio_at(at, min(FEW, count))) < own - HOPELESS:
             continue
         log_ratio = log_ratio_at(at, count)
+        if torch.softmax(log_ratio, 0).square().sum() > 1.0 / ALONE:  # of one draw, far out
+            continue
         mass = mass_of(log_ratio)
         if mass > max(best, own - COMPARABLE):
             half_way = log_ratio_at(_between(values, at, fitted.sites), count)

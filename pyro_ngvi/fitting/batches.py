@@ -55,7 +55,7 @@ class Batches:
         if hasattr(source, "shape") or isinstance(source, Mapping):
             raise ValueError(
                 f"Minibatches come from a DataLoader or a list of tuples of arguments, and this is "
-                f"{type(source).__name__}. A model takes its data by position, ngvi.fit(model, y), or "
+                f"{type(source).__name__}. A model takes its data by position, fit(model, y), or "
                 f"bound: functools.partial(model, data=y)."
             )
         if any(isinstance(s, WeightedRandomSampler) for s in samplers_of(source)):
