@@ -12,11 +12,12 @@ from ..runtime.run import CannotBatch
 from .correction import MORE, MOST_DRAWS, POOL, Corrected, moved_by_weights
 from .diagnosis import Diagnosis
 from .draws import MOST_DOUBLES, Fitted, random_state
-from .khat import KHat
+from .khat import HALF, KHat
 from .proposal import proposal
 from .verdict import PATIENCE
 
-#: latent variables that a copula of slices is tried for, and the share of even weights it must have
+#: latent variables that a copula of slices is tried for, and the share of even weights it must have: of
+#: weights without a variance, k-hat above 1/2, ends of intervals were off by .6 sd
 FEW, SHARE = 20, 0.25
 #: draws that tell what one costs, those behind a proposal or so, and seconds for a guide that is good
 TRIED, BEFORE, QUICK = 250, 4000, 4.0
@@ -65,7 +66,7 @@ def by_slices(
             return None
         sites, unconstrained, exact = judged
         better, weights = exact
-        even = weights.ess >= SHARE * len(weights.log_weights)
+        even = weights.khat <= HALF and weights.ess >= SHARE * len(weights.log_weights)
         sure = all(m.is_known for m in sites.values())
         agree = not any(
             m.is_far_from(sites[n], less=2.0) for n, m in found.sites.items() if n in sites
