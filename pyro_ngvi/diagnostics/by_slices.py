@@ -23,10 +23,14 @@ FEW, SHARE = 20, 0.25
 TRIED, BEFORE, QUICK = 250, 4000, 4.0
 
 
+def has_few(guide: Any) -> bool:
+    """Whether slices are tried for such a guide."""
+    return isinstance(guide, AutoFullRankNormal) and guide.latent_dim <= FEW
+
+
 def can_be_corrected(guide: Any) -> bool:
     """Whether draws of such a guide are corrected where they are off."""
-    few = isinstance(guide, AutoFullRankNormal) and guide.latent_dim <= FEW
-    return few or isinstance(guide, AutoHierarchical)
+    return has_few(guide) or isinstance(guide, AutoHierarchical)
 
 
 def times_for_loo(guide: Any) -> int:
@@ -42,7 +46,7 @@ def by_slices(
     by a third of the bounds, as chains ``found``: by weights that can be relied on, and agree.
 
     A tail that is so long that a few draws make the sd is none of theirs."""
-    if not (can_be_corrected(guide) and isinstance(found, Diagnosis) and not found.integrated):
+    if not (has_few(guide) and isinstance(found, Diagnosis)):
         return None
     known = found.khat
     apart = known.other_modes or known.rounded or known.ess == 0.0 or (known.missed or 0.0) > 0.0
