@@ -226,17 +226,11 @@ class Fitted:
         huge = (log_w > log_w.quantile(BULK) + HUGE).nonzero()[:, 0][:MOST_HUGE]
         if not len(huge):
             return draws
-        start = {n: x[huge.to(x.device)] for n, x in draws.values.items()}
-        near = {name: (1.0 - BESIDE) * x for name, x in start.items()}
-
-        def density(sites: Sites) -> Tensor:
-            return density_of(sites, {name: site_log_prob(site) for name, site in sites.items()})[0]
-
+        near = {n: (1.0 - BESIDE) * x[huge.to(x.device)] for n, x in draws.values.items()}
         with pyro.validation_enabled(False):  # a simplex is none beside
-            at, beside = (
-                map_draws(self.joint, density, v, len(huge), batch_size) for v in (start, near)
-            )
-        noise = huge.to(at.device)[~((at - beside).abs() <= 1.0)]
+            beside = map_draws(self.joint, joint_of, near, len(huge), batch_size)
+        huge = huge.to(beside.device)
+        noise = huge[~((draws.log_joint[huge] - beside).abs() <= 1.0)]
         log_joint = draws.log_joint.index_fill(0, noise, -torch.inf)
         return replace(draws, log_joint=log_joint)
 
@@ -285,6 +279,11 @@ def density_of(sites: Sites, terms: Mapping[str, tuple[Tensor, Tensor]]) -> tupl
         logs.append(term.double().sum())
         squares.append((eps * term.double().nan_to_num(0.0, 0.0, 0.0)).square().sum())
     return torch.stack(logs).sum(), torch.stack(squares).sum()
+
+
+def joint_of(sites: Sites) -> Tensor:
+    """The log density of one draw, summed in float64."""
+    return density_of(sites, {name: site_log_prob(site) for name, site in sites.items()})[0]
 
 
 def with_likelihood(fitted: Fitted) -> list[str]:

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from ..guides.found import BARRIER, COMPARABLE
-from ..runtime.density import Sites, plain_support, site_log_prob
+from ..runtime.density import Sites, plain_support
 from ..runtime.model_density import map_draws
-from .draws import Draws, Fitted, density_of
+from .draws import Draws, Fitted, joint_of
 from .weights import evidence_of
 
 Values = dict[str, Tensor]
@@ -43,7 +43,7 @@ def mirrored(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> str
     own, best, words = evidence_of(draws.log_ratio[:DRAWS]).log, -torch.inf, ""
 
     def log_p(sites: Sites) -> Tensor:
-        total, _ = density_of(sites, {name: site_log_prob(site) for name, site in sites.items()})
+        total = joint_of(sites)
         for name in values:  # a masked prior has a density outside of its support, too
             inside = sites[name]["fn"].support.check(sites[name]["value"]).all()
             total = total.where(inside, -torch.inf)

@@ -13,10 +13,10 @@ from torch.distributions import constraints
 from torch.utils._pytree import tree_leaves
 
 from ..linalg.host import is_coarse
-from ..runtime.density import Sites, plain_support, site_log_prob
+from ..runtime.density import Sites, plain_support
 from ..runtime.in_double import double, in_double
 from ..runtime.model_density import map_draws
-from .draws import Draws, Fitted, density_of
+from .draws import Draws, Fitted, joint_of
 from .khat import COARSE, HALF
 from .weights import MIN_DRAWS
 
@@ -34,11 +34,8 @@ def rounded(fitted: Fitted, draws: Draws, batch_size: int | None) -> tuple[str, 
         return "", False
     log_p = draws.log_joint[:MIN_DRAWS]
 
-    def density(sites: Sites) -> Tensor:
-        return density_of(sites, {name: site_log_prob(site) for name, site in sites.items()})[0]
-
     def in_pieces(values: dict[str, Tensor]) -> Tensor:
-        return map_draws(fitted.joint, density, values, len(log_p), batch_size)
+        return map_draws(fitted.joint, joint_of, values, len(log_p), batch_size)
 
     right = in_double(in_pieces, {name: x[:MIN_DRAWS] for name, x in draws.values.items()})
     if right is None:
