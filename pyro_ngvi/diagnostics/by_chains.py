@@ -19,11 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..hierarchy import AutoHierarchical
 from ..runtime.density import feasible_value
 from ..runtime.model_density import ModelDensity
+from .by_weights import by_weights
 from .chains import ADAPTING, KEPT, run_chains
-from .correction import moved_by_weights
 from .diagnosis import Diagnosis
 from .draws import MOST_DOUBLES, guide_draws, random_state
 from .khat import KHat
@@ -56,8 +55,9 @@ def diagnose(
     Not where ``16 * num_steps`` gradients for all chains at once cost too much, nor for several modes,
     between which short chains do not go (those of an :class:`~pyro_ngvi.AutoMixtureNormal` have their
     own, and k-hat judges their shares), nor for the neck of a funnel.  An
-    :class:`~pyro_ngvi.AutoHierarchical` is judged by :func:`~pyro_ngvi.diagnostics.corrected` draws
-    where these can be relied on, which see such necks.
+    :class:`~pyro_ngvi.AutoHierarchical`, and an :class:`~pyro_ngvi.AutoFullRankNormal` of up to 20
+    latent variables, is judged by weights of corrected draws where these can be relied on, without
+    gradients; of a hierarchy they see such necks.
 
     Args:
         model: the Pyro model.
@@ -82,9 +82,22 @@ def diagnose(
         )
     need_all_data(model)
     weights = khat(model, guide, *args, seed=seed, **kwargs)
-    how: Any = model, guide, args, kwargs, weights, num_chains // 2, seed
-    if isinstance(guide, AutoHierarchical) and (found := without_chains(*how)):
-        return found
+    how: Any = model, guide, args, kwargs, weights
+    found = by_weights(*how, num_draws=num_chains // 2, seed=seed)
+    return found or by_chains(*how, num_chains=num_chains, num_steps=num_steps, seed=seed)
+
+
+def by_chains(
+    model: Any,
+    guide: Any,
+    args: Any,
+    kwargs: Any,
+    weights: KHat,
+    num_chains: int = 1000,
+    num_steps: int = 12,
+    seed: int | None = 0,
+) -> Diagnosis:
+    """As :func:`diagnose`, by chains, of a guide with these ``weights``."""
     with random_state(seed, stream=2):
         drawn = partial(guide_draws, partial(guide, *args, **kwargs))
         values, _ = drawn(num_chains)
@@ -101,24 +114,6 @@ def diagnose(
         judged_by = partial(_by_chains, density, draws, modes_at, num_steps, weights)
         found = judged_by(num_chains)
         return judged_by(len(draws)) if found.is_undecided and more > 0 else found
-
-
-def without_chains(
-    model: Any,
-    guide: AutoHierarchical,
-    args: Any,
-    kwargs: Any,
-    weights: KHat,
-    num_draws: int = 500,
-    seed: int | None = 0,
-) -> Diagnosis | None:
-    """As :func:`diagnose`, of a hierarchy, by corrected draws, if these can be relied on."""
-    with random_state(seed, stream=2):
-        judged = moved_by_weights(model, guide, args, kwargs, num_draws)
-    if judged is None:
-        return None
-    sites, unconstrained, exact = judged
-    return Diagnosis(sites, unconstrained, weights, float("nan"), exact=exact)
 
 
 def _one_mode(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What short chains, or weights of better draws, say of a guide, in words."""
+"""What short chains, or weights of corrected draws, say of a guide, in words."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Diagnosis:
         khat: what importance weights say.
         accepted: share of trajectories that were accepted, after adaptation; NaN without chains.
         modes: of a mixture, how many have chains of their own; ``sites`` are then (modes, ...).
-        exact: of a hierarchy that corrected draws have judged, not chains, their guide and weights.
+        exact: where corrected draws have judged, not chains, their guide and weights.
 
     Example:
         >>> import pyro, pyro.distributions as dist, pyro_ngvi as ngvi
@@ -52,12 +52,12 @@ class Diagnosis:
 
     @property
     def integrated(self) -> bool:
-        """Whether this is by corrected draws of a hierarchy, not by chains."""
+        """Whether this is by weights of corrected draws, not by chains."""
         return self.exact is not None
 
     @property
     def corrected(self) -> Corrected | None:
-        """Corrected draws of a hierarchy, where errors may be a third of the bounds, or ``None``."""
+        """Corrected draws, where errors may be a third of the bounds, or ``None``."""
         apart = self.khat.other_modes or self._missed
         if self.exact is None or apart or not self.may_be_off:
             return None
@@ -170,7 +170,10 @@ class Diagnosis:
         else:
             errors = zip(*(m.errors(2.0) for m in self._moved.values()), strict=True)
             mean, log_sd = (max(float(x.max()) for x in part if x.numel()) for part in errors)
-            how = "with the units integrated out" if self.integrated else "by short chains"
+            how = "by short chains"
+            if self.exact is not None:
+                units = self.exact[0].collapsed.units
+                how = "by weights" if units is None else "with the units integrated out"
             if self.ok and self._weighs:
                 seen = self.khat.errors
                 mean, log_sd, how = max(mean, seen[0]), max(log_sd, seen[1]), f"{how} and weights"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from dataclasses import replace
 from functools import cached_property, partial
 from html import escape
 from typing import Any
@@ -14,15 +13,12 @@ from torch import Tensor
 
 from .. import diagnostics
 from ..diagnostics import Corrected, Diagnosis, KHat
-from ..diagnostics.by_chains import without_chains
-from ..diagnostics.by_slices import by_slices, can_be_corrected, times_for_loo
-from ..diagnostics.correction import doubt_of, resampled
+from ..diagnostics.by_chains import by_chains
+from ..diagnostics.by_weights import by_weights, can_be_corrected, times_for_loo
+from ..diagnostics.correction import resampled
 from ..diagnostics.draws import guide_draws, random_state
 from ..distributed.processes import is_alone
-from ..hierarchy import AutoHierarchical
-from ..hierarchy.marginal import work_of_draw
 from ..linalg.host import own_random_state
-from ..runtime.run import CannotBatch
 from ..runtime.told_in import told_in
 from ..runtime.waiting import bars_if
 from .advice import Structure
@@ -31,12 +27,8 @@ from .ladder import Rung
 from .plot import plot_steps
 from .progress import gap_of_late
 from .ways import flat_in, prior_alone, way_on
+from .word import word_on
 
-#: latent variables times data up to which a fit is diagnosed by short chains unasked; up to which it is
-#: where weights have doubts, and took no more than so many seconds: chains take ten times that, or more
-LITTLE, MUCH, PATIENT = 10_000, 1_000_000, 0.6
-#: data times points of the quadrature up to which units of a hierarchy are integrated out, or so
-SUMMED = 100_000
 #: numbers in the draws that are taken unasked
 HELD = 50_000_000
 #: draws times data for which minibatches are gone through unasked
@@ -145,39 +137,18 @@ class Result:
                 "fit from its checkpoint in a process that has all."
             )
         with bars_if(self._shows):
-            found = diagnostics.diagnose(self.model, self.guide, *self.args, seed=0, **self.kwargs)
-        vars(self)["khat"] = found.khat  # of the same draws
-        return found
+            return by_weights(*self._weighed) or by_chains(*self._weighed)
+
+    @property
+    def _weighed(self) -> tuple[Any, ...]:
+        return self.model, self.guide, self.args, self.kwargs, self.khat
 
     @cached_property
     def verdict(self) -> KHat | Diagnosis | Corrected:
         """Whether to believe what is read: the word on the guide, or on corrected draws where the
         guide's own show errors; all have ``decision``, ``ok`` and ``verdict``."""
-        found, how = self._of_guide, (self.model, self.guide, self.args, self.kwargs)
-        return getattr(found, "corrected", None) or by_slices(*how, found) or found
-
-    @cached_property
-    def _of_guide(self) -> KHat | Diagnosis:
-        """The diagnosis; k-hat where latent variables times data are more than 10,000, and it is good
-        or took long, or they are more than 10^6 (for units of a hierarchy points of quadrature
-        times data, 10^5), ``vmap`` cannot run the model, or the data are minibatches."""
-        if self.is_spread or self._is_stream:
-            return self.khat
-        guide, d, data = self.guide, self._structure.d, self._structure.data
-        work = d * max(d, data)
-        little = work <= LITTLE
-        with suppress(CannotBatch, ValueError):  # a chain may come where there is no density
-            if isinstance(guide, AutoHierarchical) and (guide.units.is_block or not little):
-                # whose chains would take minutes
-                if work_of_draw(guide.units, data) <= SUMMED:
-                    how = self.model, guide, self.args, self.kwargs
-                    found = without_chains(*how, self.khat)
-                    return found or replace(self.khat, doubt=doubt_of(*how[1:]))
-            elif little:
-                return self.diagnosis
-            elif work <= MUCH and not self.khat.ok and self._weighing <= PATIENT:
-                return self.diagnosis
-        return self.khat
+        found = word_on(self)
+        return getattr(found, "corrected", None) or found
 
     @property
     def _source(self) -> Any:

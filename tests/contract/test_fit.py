@@ -698,6 +698,7 @@ def test_bars_of_a_verdict_are_hidden_with_those_of_the_run(
     shown: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("pyro_ngvi.runtime.waiting.PATIENCE", 0.0)
+    monkeypatch.setattr("pyro_ngvi.diagnostics.by_weights.has_few", lambda guide: False)
     fit = ngvi.fit(logistic, A, b, seed=0, progress=shown)
     capsys.readouterr()
     assert fit.verdict.ok and ("chains that judge" in capsys.readouterr().err) == shown
@@ -938,7 +939,7 @@ def test_it_goes_on_where_errors_are_seen_within_the_bounds(
     corrected = ngvi.fit(model, y, seed=0)
     assert isinstance(corrected.verdict, ngvi.diagnostics.Corrected)
     by_weights = corrected.sample(4000)["s"]
-    monkeypatch.setattr("pyro_ngvi.fitting.result.by_slices", lambda *how: None)
+    monkeypatch.setattr("pyro_ngvi.diagnostics.by_weights.has_few", lambda guide: False)
     first = ngvi.fit(model, y, seed=0)
     assert first.verdict.ok and first.verdict.is_rough
     how = 'For less error pass guide="auto", which goes on to richer guides.'

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import pyro_ngvi as ngvi
 from pyro_ngvi.diagnostics import Corrected, Diagnosis
-from pyro_ngvi.diagnostics.by_slices import by_slices
+from pyro_ngvi.diagnostics.by_weights import by_weights
 from pyro_ngvi.diagnostics.draws import Fitted
 from pyro_ngvi.hierarchy import ExactUnits
 from pyro_ngvi.hierarchy.whole import Whole
@@ -54,6 +54,51 @@ def test_ends_and_moments_are_those_of_the_closed_form() -> None:
     assert (own <= 1.0 - 0.975 ** (1.0 / 21.0)).mean() < 0.01
 
 
+@pytest.mark.parametrize("prior", [1.0, 40.0])
+def test_the_guide_is_compared_with_them_and_no_chain_runs(
+    prior: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """p(m | y) = Gamma(prior + 3, 2), of which the best log-normal is known by its own draws."""
+
+    def model() -> None:
+        m = pyro.sample("m", dist.Gamma(Y.new_tensor(prior), 1.0))
+        pyro.sample("y", dist.Poisson(m), obs=Y.new_tensor(3.0))
+
+    def runs(*how: Any) -> None:
+        raise AssertionError("chains")
+
+    monkeypatch.setattr("pyro_ngvi.diagnostics.by_chains.run_chains", runs)
+    fit = ngvi.fit(model, **HOW)
+    found = fit.diagnosis
+    assert found.ok and found.integrated and found.accepted != found.accepted  # NaN
+    assert " by weights (" in found.verdict
+    assert isinstance(fit.verdict, Corrected) is found.may_be_off is (prior < 2.0)
+    exact = torch.distributions.Gamma(prior + 3.0, Y.new_tensor(2.0))
+    best = fit.guide.get_posterior()
+    own = torch.distributions.LogNormal(best.mean.detach()[0], best.stddev.detach()[0])
+    moved = found.sites["m"]
+    mean = (exact.mean - own.mean) / exact.stddev
+    assert abs(float(moved.mean - mean)) < 4.0 * float(moved.mean_error) < 0.2
+    log_sd = (exact.stddev / own.stddev).log()
+    assert abs(float(moved.log_sd - log_sd)) < 4.0 * float(moved.log_sd_error) < 0.2
+
+
+def test_many_data_are_no_hindrance() -> None:
+    """Where chains would not be asked: a rate of 11,000 data, nothing seen."""
+    y = Y.new_zeros(11_000)
+
+    def model(y: Tensor) -> None:
+        a = pyro.sample("a", dist.Beta(y.new_ones(()), 1.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Bernoulli(a), obs=y)
+
+    a = ngvi.fit(model, y, **HOW).sample(4000, seed=0)["a"]
+    for p in 0.025, 0.975:
+        at = 1.0 - (1.0 - p) ** (1.0 / (len(y) + 1.0))
+        below = float((a <= at).double().mean())
+        assert abs(below - p) < 5.0 * (p * (1.0 - p) / 2000.0) ** 0.5
+
+
 def test_leaving_one_out_is_that_of_the_closed_form() -> None:
     """p(y_i = 0 | the other 19) = 20 / 21; the se of 4,000 draws is below .01 of 20 terms."""
     fit = ngvi.fit(never_seen, Y, **HOW)
@@ -78,7 +123,7 @@ def test_only_few_latent_variables_are_tried(d: int) -> None:
     fit = ngvi.fit(rates, y, d, guide="AutoFullRankNormal", **HOW)
     assert isinstance(fit.diagnosis, Diagnosis) and fit.diagnosis.may_be_off
     how = rates, fit.guide, (y, d), {}
-    assert (by_slices(*how, fit.diagnosis) is None) is (d == 21)
+    assert (by_weights(*how, fit.khat) is None) is (d == 21)
 
 
 def test_other_guides_and_modes_are_left_alone() -> None:

@@ -1,0 +1,98 @@
+"""What weights of better draws say of a guide, where they can be relied on: no chain is needed then."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from ..guides import AutoFullRankNormal
+from ..hierarchy import AutoHierarchical
+from ..hierarchy.whole import Whole
+from ..runtime.run import CannotBatch
+from .correction import MORE, MOST_DRAWS, POOL, moved_by_weights
+from .diagnosis import Diagnosis
+from .draws import MOST_DOUBLES, Fitted, random_state
+from .khat import HALF, KHat
+from .proposal import proposal
+from .verdict import PATIENCE
+
+#: latent variables that a copula of slices is tried for, and the share of even weights it must have: of
+#: weights without a variance, k-hat above 1/2, ends of intervals were off by .6 sd
+FEW, SHARE = 20, 0.25
+#: proposals that are tried, the second where k-hat, which differs between them, is above by so much
+TRIES, NEAR = 2, 0.1
+#: draws that tell what one costs, and those behind a proposal or so
+TRIED, BEFORE = 250, 4000
+
+
+def has_few(guide: Any) -> bool:
+    """Whether slices are tried for such a guide."""
+    return isinstance(guide, AutoFullRankNormal) and guide.latent_dim <= FEW
+
+
+def can_be_corrected(guide: Any) -> bool:
+    """Whether draws of such a guide are corrected where they are off."""
+    return has_few(guide) or isinstance(guide, AutoHierarchical)
+
+
+def times_for_loo(guide: Any) -> int:
+    """How many times as many draws leave one datum out: without one tails are longer, and these draws
+    cost little."""
+    return POOL if isinstance(getattr(guide, "collapsed", None), Whole) else 1
+
+
+def by_weights(
+    model: Any,
+    guide: Any,
+    args: Any,
+    kwargs: Any,
+    weights: KHat,
+    num_draws: int = 500,
+    seed: int | None = 0,
+    patience: float = PATIENCE,
+) -> Diagnosis | None:
+    """As :func:`pyro_ngvi.diagnose`, by weights of corrected draws, if there are any for such a guide,
+    these can be relied on, and slices take ``patience`` seconds at most; ``weights`` are those of the
+    guide's own draws."""
+    if not can_be_corrected(guide):
+        return None
+    with random_state(seed, stream=2):
+        if has_few(guide):
+            judged = _by_slices(model, guide, args, kwargs, weights, patience)
+        else:
+            judged = moved_by_weights(model, guide, args, kwargs, num_draws)
+    if judged is None:
+        return None
+    sites, unconstrained, exact = judged
+    return Diagnosis(sites, unconstrained, weights, float("nan"), exact=exact)
+
+
+def _by_slices(model: Any, guide: Any, args: Any, kwargs: Any, known: KHat, patience: float) -> Any:
+    """:func:`.moved_by_weights`, of a model all of whose latent variables are globals, few of them.
+
+    A tail that is so long that a few draws make the sd is none of theirs, nor are other modes."""
+    if known.other_modes or known.rounded or known.ess == 0.0 or (known.missed or 0.0) > 0.0:
+        return None
+    # a support that depends on a latent site has no slices, say
+    with suppress(ValueError, RuntimeError, CannotBatch):
+        fitted = Fitted(model, guide, args, kwargs)
+        for _ in range(2):  # what a first call costs is no draw's
+            fitted.draw(TRIED, None)
+        each = fitted.seconds / TRIED
+        draws = next((n for n in (MOST_DRAWS, MORE) if (n + BEFORE) * each <= patience), 0)
+        if not draws:
+            return None
+        held = sum(site["value"].numel() for site in fitted.in_sum.values())
+        room = MOST_DOUBLES / max(1, held)
+        for _ in range(TRIES):
+            better = proposal(Whole(model, guide, args, kwargs, fitted.joint, room))
+            judged = moved_by_weights(model, guide, args, kwargs, draws, better)
+            if judged is None:
+                break
+            sites, _, (_, weights) = judged
+            worth = weights.ess >= SHARE * len(weights.log_weights)
+            if worth and weights.khat <= HALF and all(m.is_known for m in sites.values()):
+                return judged
+            if not worth or weights.khat > HALF + NEAR:
+                break
+    return None
