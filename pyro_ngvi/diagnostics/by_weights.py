@@ -19,7 +19,7 @@ from .verdict import PATIENCE
 #: latent variables that a copula of slices is tried for, and the share of even weights it must have: of
 #: weights without a variance, k-hat above 1/2, ends of intervals were off by .6 sd
 FEW, SHARE = 20, 0.25
-#: proposals that are tried, the second where k-hat, which differs between them, is above by so much
+#: proposals that are tried, which differ: the second where k-hat is above by so much, or half the share
 TRIES, NEAR = 2, 0.1
 #: draws that tell what one costs, and those behind a proposal or so
 TRIED, BEFORE = 250, 4000
@@ -90,9 +90,10 @@ def _by_slices(model: Any, guide: Any, args: Any, kwargs: Any, known: KHat, pati
             if judged is None:
                 break
             sites, _, (_, weights) = judged
-            worth = weights.ess >= SHARE * len(weights.log_weights)
-            if worth and weights.khat <= HALF and all(m.is_known for m in sites.values()):
+            share = weights.ess / len(weights.log_weights)
+            even = weights.khat <= HALF and share >= SHARE
+            if even and all(moved.is_known for moved in sites.values()):
                 return judged
-            if not worth or weights.khat > HALF + NEAR:
+            if weights.khat > HALF + NEAR or share < 0.5 * SHARE:
                 break
     return None
