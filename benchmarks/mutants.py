@@ -339,6 +339,13 @@ STEPS = (
         ("../statistical/test_by_slices",),
     ),
     Mutant(
+        "corrected draws: a proposal that is not defended",
+        "diagnostics/proposal.py",
+        "defended(copula(log_p, mean, covariance), mean, covariance)",
+        "copula(log_p, mean, covariance)",
+        ("../statistical/test_by_slices",),
+    ),
+    Mutant(
         "mirror images: far by sds alone",
         "diagnostics/mirrors.py",
         "far | (disjoint & (sd > 0.0))",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from typing import Any
 
@@ -12,7 +13,7 @@ from ..runtime.run import CannotBatch
 from .correction import MORE, MOST_DRAWS, POOL, moved_by_weights
 from .diagnosis import Diagnosis
 from .draws import MOST_DOUBLES, Fitted, random_state
-from .khat import HALF, KHat
+from .khat import EVEN, HALF, KHat
 from .proposal import proposal
 from .verdict import PATIENCE
 
@@ -91,9 +92,10 @@ def _by_slices(model: Any, guide: Any, args: Any, kwargs: Any, known: KHat, pati
                 break
             sites, _, (_, weights) = judged
             share = weights.ess / len(weights.log_weights)
-            even = weights.khat <= HALF and share >= SHARE
+            k = -math.inf if share >= EVEN else weights.khat  # which says little of even weights
+            even = k <= HALF and share >= SHARE
             if even and all(moved.is_known for moved in sites.values()):
                 return judged
-            if weights.khat > HALF + NEAR or share < 0.5 * SHARE:
+            if k > HALF + NEAR or share < 0.5 * SHARE:
                 break
     return None

@@ -104,11 +104,12 @@ def for_resampling(
     fitted: Fitted, count: int, batch_size: int | None = None, likelihoods: Any = ()
 ) -> Draws:
     """Draws of r of which ``count`` are to be taken by weight: as many, or ``POOL`` times, as memory
-    allows, where one of these would be so many of them that ends of intervals jump."""
+    allows, where they cost little, or one would be so many of them that ends of intervals jump."""
     draws = fitted.draw(count, batch_size, likelihoods)
     copies = count * float(np.exp(draws.weights.psis_log_weights.max()))
     held = sum(x[0].numel() for x in (*draws.sites.values(), *draws.log_likelihood.values()))
-    if copies <= max(COPIES, SHARE * count) or POOL * count * held > MOST_DOUBLES:
+    steady = fitted.guide.func.collapsed.units is not None and copies <= max(COPIES, SHARE * count)
+    if steady or POOL * count * held > MOST_DOUBLES:
         return draws
     return fitted.draw(POOL * count, batch_size, likelihoods)
 

@@ -23,6 +23,7 @@ from ..hierarchy.marginal import MOST, ORDERS, point_count
 from ..hierarchy.whole import Whole
 from ..runtime.density import LatentLayout
 from ..runtime.model_density import NaNWhereSingular, batched_trace
+from .defence import defended
 from .draws import guide_draws
 from .khat import EVEN, KHat, khat_from_log_weights
 from .slices import copula
@@ -110,7 +111,7 @@ def is_light(weights: KHat) -> bool:
 
 
 class _Sliced(AutoContinuous):
-    """The globals by slices of their density through a Gaussian: :func:`.slices.copula`."""
+    """The globals by slices of their density through a Gaussian, :func:`.slices.copula`, defended."""
 
     def __init__(
         self, model: Collapsed | Whole, layout: LatentLayout, mean: Tensor, covariance: Tensor
@@ -121,7 +122,7 @@ class _Sliced(AutoContinuous):
             _, log_det = layout.unpack_with_log_det(theta)
             return log_density(model, layout, theta) + log_det
 
-        self._posterior = copula(log_p, mean, covariance)
+        self._posterior = defended(copula(log_p, mean, covariance), mean, covariance)
         with torch.no_grad():
             self()
 

@@ -368,9 +368,9 @@ def test_no_draw_stands_for_many_where_more_can_be_had(
     assert len(stats["lp"]) == len(data["posterior"]["s"].values[0]) == 500
     chosen = stats["resampled_from"]
     assert (chosen.max() >= 500) == many and np.unique(chosen).size > (450 if many else 300)
-    if many:  # of the draws that were taken
-        same = np.diff(chosen) == 0
-        assert same.any() and (np.diff(stats["lp"])[same] == 0.0).all()
+    # of the draws that were taken
+    same = np.diff(chosen) == 0
+    assert (many or same.any()) and (np.diff(stats["lp"])[same] == 0.0).all()
     draws = correction.resampled(corrected(guide, Y), 500)
     assert {name: len(x) for name, x in draws.items()} == dict.fromkeys("msu", 500)
 

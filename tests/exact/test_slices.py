@@ -13,6 +13,7 @@ from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor
 
 import pyro_ngvi as ngvi
+from pyro_ngvi.diagnostics.defence import SHARE, defended
 from pyro_ngvi.diagnostics.slices import Pieces, Quantiles, copula
 from pyro_ngvi.runtime.model_density import NaNWhereSingular
 
@@ -52,6 +53,26 @@ def test_quantiles_rise_come_back_and_have_their_derivative(dtype: torch.dtype) 
         h = 1e-6
         slope = (move(z + h) - move(z - h)) / (2.0 * h)
         assert torch.allclose(move.log_abs_det_jacobian(z, move(z)), slope.log().sum(-1), atol=1e-4)
+
+
+def test_a_defended_proposal_is_a_distribution_of_both_parts() -> None:
+    mean, root = torch.tensor([1.0, -2.0]).double(), torch.tensor([[0.5, 0.0], [0.3, 0.2]]).double()
+    q = dist.Normal(mean, 0.01).to_event(1)
+    both = defended(q, mean, root @ root.mT)
+    z = torch.linspace(-60.0, 60.0, 2401).double()
+    x = mean + torch.cartesian_prod(z, z) @ root.mT
+    t = both.parts[1].log_prob(x).exp()
+    total = float(t.sum() * (z[1] - z[0]) ** 2 * root.det())
+    # beyond 60 sds are 3e-4 of t; the spike of q is between the points of the grid
+    assert total == pytest.approx(1.0, abs=2e-3)
+    density = (1.0 - SHARE) * q.log_prob(x).exp() + SHARE * t
+    assert torch.allclose(both.log_prob(x).exp(), density, rtol=1e-10)
+    pyro.set_rng_seed(0)
+    draws = both.expand([2]).sample((20_000,))
+    assert draws.shape == (20_000, 2, 2) and both.log_prob(draws).shape == (20_000, 2)
+    far = ((draws - mean).abs() > 0.06).any(-1).double().mean()  # six sds of q
+    inside = ((both.parts[1].sample((40_000,)) - mean).abs() <= 0.06).all(-1).double().mean()
+    assert float(far) == pytest.approx(SHARE * (1.0 - float(inside)), abs=0.008)  # four errors
 
 
 def test_a_laplace_density_is_its_own_slices() -> None:

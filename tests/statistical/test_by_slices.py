@@ -83,6 +83,42 @@ def test_the_guide_is_compared_with_them_and_no_chain_runs(
     assert abs(float(moved.log_sd - log_sd)) < 4.0 * float(moved.log_sd_error) < 0.2
 
 
+@pytest.mark.parametrize(
+    "data",
+    [(1.17, 1.11, 1.19), (1.22, 1.09, 0.99, 1.25), (1.1, 1.2, 1.15, 1.3), (1.1, 1.3, 0.9, 1.2)],
+)
+def test_a_mean_of_few_data_has_both_far_ends(data: tuple[float, ...]) -> None:
+    """p(m | y, s) is the wider the larger s: a proposal of one correlation had the upper end of 4 data
+    .65 sd short, under weights that looked well."""
+
+    def model(y: Tensor) -> None:
+        m = pyro.sample("m", dist.Normal(y.new_zeros(()), 10.0))
+        s = pyro.sample("s", dist.HalfCauchy(y.new_tensor(5.0)))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(m, s), obs=y)
+
+    y, n = Y.new_tensor(data), len(data)
+    log_s = torch.linspace(-9.0, 9.0, 20_001, dtype=torch.float64)
+    scale = (2.0 * log_s).exp()
+    precision = n / scale + 0.01
+    at = n * y.mean() / scale / precision
+    square = (y - y.mean()).square().sum() / scale + n * y.mean().square() / scale
+    log_p = -n * log_s - 0.5 * (square - precision * at.square() + precision.log())
+    log_p += dist.HalfCauchy(5.0).log_prob(log_s.exp()) + log_s
+    p = (log_p - log_p.logsumexp(0)).exp()
+    for seed in range(3):
+        fit = ngvi.fit(model, y, seed=seed, progress=False)
+        if not fit.verdict.ok:
+            continue
+        draws = fit.sample(4000, seed=0)
+        ends = draws["m"].quantile(Y.new_tensor([0.025, 0.975]))
+        below = [float(p @ torch.special.ndtr((end - at) * precision.sqrt())) for end in ends]
+        # 4,000 draws worth 2,000: .0035 is a standard error
+        assert below == pytest.approx([0.025, 0.975], abs=0.014)
+        upper = log_s[min(int((p.cumsum(0) < 0.975).sum()), 20_000)].exp()
+        assert float((draws["s"] > upper).double().mean()) == pytest.approx(0.025, abs=0.014)
+
+
 def test_many_data_are_no_hindrance() -> None:
     """Where chains would not be asked: a rate of 11,000 data, nothing seen."""
     y = Y.new_zeros(11_000)
