@@ -30,8 +30,8 @@ Values = dict[str, Tensor]
 #: draws that are mapped, a few of them first, nats that these may lack, and sds by which the mean of an
 #: entry moves where it is far
 DRAWS, FEW, HOPELESS, APART = 250, 10, 30.0, 6.0
-#: draws that the mass of an image is worth at least
-ALONE = 2.0
+#: draws that the mass of an image is worth at least; nats by which rounding tells it from the guide's
+ALONE, SAME = 2.0, 0.1
 #: sites whose signs are turned by pairs, entries that are exchanged, and maps, at most
 PAIRED, ENTRIES, MOST = 4, 5, 24
 
@@ -40,7 +40,7 @@ def mirrored(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> str
     """The mirror image with the largest mass, in words; empty where there is none to speak of."""
     values = {name: x[:DRAWS] for name, x in draws.values.items()}
     log_q, count = draws.log_q[:DRAWS], min(DRAWS, len(draws.log_q))
-    own, best, words = evidence_of(draws.log_ratio[:DRAWS]).log, -torch.inf, ""
+    _, joint = next(fitted.joints())
 
     def log_p(sites: Sites) -> Tensor:
         total = joint_of(sites)
@@ -53,7 +53,7 @@ def mirrored(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> str
         few = {name: x[:count] for name, x in at.items()}
         try:
             with torch.no_grad(), poutine.block(), validation_enabled(False):
-                found = map_draws(fitted.joint, log_p, few, count, batch_size)
+                found = map_draws(joint, log_p, few, count, batch_size)
         except Exception:  # whatever a model has against places where no draw was
             return torch.full_like(log_q[:count], -torch.inf)
         return (found - log_q[:count]).nan_to_num(-torch.inf)
@@ -61,6 +61,11 @@ def mirrored(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> str
     def mass_of(log_ratio: Tensor) -> float:
         return evidence_of(log_ratio.cpu().numpy()).log
 
+    best, words = -torch.inf, ""
+    if fitted.batches is None:
+        own, within = evidence_of(draws.log_ratio[:DRAWS]).log, COMPARABLE
+    else:
+        own, within = mass_of(log_ratio_at(values, count)), SAME
     for what, at in _mirrors(values, fitted.sites):
         if mass_of(log_ratio_at(at, min(FEW, count))) < own - HOPELESS:
             continue
@@ -68,7 +73,8 @@ def mirrored(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> str
         if torch.softmax(log_ratio, 0).square().sum() > 1.0 / ALONE:  # of one draw, far out
             continue
         mass = mass_of(log_ratio)
-        if mass > max(best, own - COMPARABLE):
+        less = own - mass if within == COMPARABLE else abs(own - mass)
+        if mass > best and less < within:
             half_way = log_ratio_at(_between(values, at, fitted.sites), count)
             if not bool(half_way.mean() < log_ratio.mean() - BARRIER):
                 continue
@@ -117,19 +123,28 @@ def _signs(values: Values, sites: Sites) -> Iterator[tuple[str, Values]]:
 
 
 def _exchanges(values: Values, sites: Sites) -> Iterator[tuple[str, Values]]:
+    one = {n: x for n, x in values.items() if x[0].numel() == 1}
+    shares = {n: 1.0 - x for n, x in one.items() if _is_share(sites[n])}
+    # m1 and m2 with s1 and s2, or a and b
+    numbered = {n: (n[:-1], n[-1]) for n in one if n not in shares}
+    for i, j in combinations(sorted({last for _, last in numbered.values()}), 2):
+        first = [n for n, (stem, last) in numbered.items() if last == i and stem + j in numbered]
+        both = [(n, n[:-1] + j) for n in first]
+        at = {a: values[b] for pair in both for a, b in (pair, pair[::-1])}
+        for others in ({}, shares) if at and shares else ({},) if at else ():
+            yield f"{', '.join(map(repr, at))} exchanged", at | others
     for size in range(2, ENTRIES + 1):
         having = {n: x for n, x in values.items() if size in x.shape[1:]}
         # a matrix is no list of entries
         if any(sites[n]["fn"].support.event_dim > 1 for n in having):
             continue
-        shares = {n: 1.0 - x for n, x in values.items() if _is_share(sites[n], x) and size == 2}
         for i, j in combinations(range(size), 2) if having else ():
             order = torch.arange(size)
             order[i], order[j] = j, i
             at = {name: _ordered(x, order.to(x.device)) for name, x in having.items()}
             named = ", ".join(map(repr, having))
             yield f"entries {i} and {j} of {named} exchanged", at
-            if shares:
+            if shares and size == 2:
                 yield f"entries {i} and {j} of {named} exchanged", at | shares
 
 
@@ -140,5 +155,9 @@ def _ordered(x: Tensor, order: Tensor) -> Tensor:
     return x
 
 
-def _is_share(site: Any, x: Tensor) -> bool:
-    return x[0].numel() == 1 and plain_support(site["fn"].support) is constraints.unit_interval
+def _is_share(site: Any) -> bool:
+    support = plain_support(site["fn"].support)
+    bounds = (getattr(support, name, torch.nan) for name in ("lower_bound", "upper_bound"))
+    return all(
+        bool((torch.as_tensor(x) == end).all()) for x, end in zip(bounds, (0, 1), strict=True)
+    )

@@ -121,7 +121,7 @@ def judge(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> KHat:
         # a guide that is far from all modes has mirror images that are as far
         near = found.reliable or (found.ess > 0.0 and not found.tail_is_too_heavy)
         near = near and not found.other_modes
-        if near and fitted.batches is None and not fitted.whole:
+        if near and not fitted.whole:
             if words := mirrored(fitted, draws, batch_size):
                 found = replace(found, modes=found.modes + 1, mirrored=words)
         missed, alone = None, not (fitted.whole or replaced) and (more or not fitted.batches)

@@ -122,7 +122,43 @@ def test_components_and_their_weight_exchanged() -> None:
 
 
 def _apart(site: Any) -> Any:
-    return {"w": ZERO + 0.5, "c": torch.tensor([-2.0, 2.0]).double()}.get(site["name"])
+    at = {
+        "w": ZERO + 0.5,
+        "c": torch.tensor([-2.0, 2.0]).double(),
+        "c1": ZERO - 2.0,
+        "c2": ZERO + 2.0,
+    }
+    return at.get(site["name"])
+
+
+def named_apart(y: torch.Tensor, prior: float = 3.0, size: int = 40) -> None:
+    w: Any = pyro.sample("w", dist.Uniform(ZERO, 1.0))
+    c1, c2 = (pyro.sample(f"c{i}", dist.Normal(ZERO, s)) for i, s in ((1, 3.0), (2, prior)))
+    with pyro.plate("data", size, subsample_size=len(y)):
+        weights = dist.Categorical(torch.stack([w, 1.0 - w], -1))
+        pyro.sample(
+            "y", dist.MixtureSameFamily(weights, dist.Normal(torch.stack([c1, c2], -1), 1.0)), obs=y
+        )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_single_sites_and_their_weight_exchanged(stream: bool) -> None:
+    """Of minibatches the image has the same density under each, or is not known."""
+    mixed = PARTS[torch.randperm(40, generator=torch.Generator().manual_seed(0))]
+    how: Any = {"data": [(part,) for part in mixed.split(20)]} if stream else {}
+    for prior in 3.0, 6.0:
+
+        def model(y: torch.Tensor, prior: float = prior) -> None:
+            named_apart(y, prior)
+
+        pyro.clear_param_store()
+        guide = ngvi.AutoFullRankNormal(model, init=None, init_loc_fn=_apart)
+        args = () if stream else (PARTS,)
+        words = ngvi.fit(
+            model, *args, guide=guide, seed=0, progress=False, max_steps=100, **how
+        ).khat.mirrored
+        assert ("with 'c1', 'c2' exchanged and 50% of the mass" in words) is (prior == 3.0)
+        assert ("'c1', 'c2' exchanged" in words) is (prior == 3.0 or not stream)
 
 
 def regressed() -> None:
