@@ -60,9 +60,11 @@ def garch(y: Tensor, first: float) -> None:
 
 def _two_states(rows: list[Tensor], emission: Any, data: Tensor) -> None:
     """A hidden Markov chain whose first state is either with probability 1/2."""
-    change = torch.stack(rows, -2).log()
-    chain = dist.DiscreteHMM(torch.zeros(2), change, emission, duration=len(data))
-    pyro.sample("data", chain, obs=data)
+    change = torch.stack(rows, -2).log().unsqueeze(-3)
+    # Pyro's chain changes its state before the first datum, too
+    first = torch.zeros_like(change) - math.log(2.0)
+    change = torch.cat([first, change.expand(*change.shape[:-3], len(data) - 1, 2, 2)], -3)
+    pyro.sample("data", dist.DiscreteHMM(torch.zeros(2), change, emission), obs=data)
 
 
 def _drive(data: Tensor, prior: Tensor, support: Any, emission: Callable[[Tensor], Any]) -> None:
