@@ -25,6 +25,8 @@ from .checkpoint import called
 FLOW = 100
 #: how much more time the next guide may take than all before it, and seconds that it may in any case
 PATIENCE, SECONDS = 4.0, 10.0
+#: nats that draws which may be taken are worth beside others that may not: a fifth of the mass
+WORTH = 0.25
 #: ends of a run that end the climb
 ASKED = "interrupted", "terminated"
 #: seconds of the first guide, while others wait
@@ -104,9 +106,10 @@ def climb(structure: Structure, fit: Callable[..., Any], max_time: float | None)
         gain = math.inf if best is None else rung.elbo - best.khat.elbo
         error = 0.0 if best is None else math.hypot(rung.error, best.khat.elbo_error)
         good = rung.decision == "intervals"
-        # of corrected draws: up to the log evidence, ELBO + KL
-        corrects = isinstance(found.verdict, Corrected) and best is not None and not best.verdict.ok
-        reach = max(0.0, found.khat.kl) if corrects else 0.0
+        reach = 0.0
+        if best is not None and not best.verdict.ok:
+            # of corrected draws up to the log evidence, ELBO + KL
+            reach = max(0.0, found.khat.kl) if isinstance(found.verdict, Corrected) else WORTH
         better = gain > 0.0 or (good and gain > -error - reach)
         better &= good or best is None or not best.verdict.ok
         better |= _loses_a_mode(best, of=found)

@@ -1042,6 +1042,32 @@ def test_corrected_draws_are_kept_up_to_the_evidence_that_they_give(
     assert climb(structure, fit, None).guide is kept
 
 
+@pytest.mark.parametrize(("less", "kept"), [(0.1, 1), (0.4, 0)])
+def test_draws_that_may_be_taken_are_worth_some_nats(
+    monkeypatch: pytest.MonkeyPatch, less: float, kept: int
+) -> None:
+    """Of 30 rates a flow that may be taken was given up for a Gaussian that may not, for .09 nats."""
+    fits: list[Any] = []
+
+    def fit(guide: Any, max_time: float | None, best: Any) -> Any:
+        found: Any = Result(structure.model, (), {})
+        good = guide is ngvi.AutoCouplingFlow
+        elbo = {"elbo": -1.0 - less * good, "elbo_error": 0.01}
+        found.khat = SimpleNamespace(khat=0.6, kl=0.1, modes=1, missed=None, rounded="", **elbo)
+        words = {"decision": "intervals" if good else "unusable", "ok": good, "is_rough": False}
+        found.guide, found.verdict = guide, SimpleNamespace(**words)
+        fits.append(found)
+        return found
+
+    structure: Any = SimpleNamespace(
+        guide=lambda: (ngvi.AutoFullRankNormal, ""), units=None, d=30, model=lambda: None
+    )
+    structure.args, structure.kwargs, structure.has_params = (), {}, False
+    for name in ("verdict", "khat", "guide"):  # to be set
+        monkeypatch.setattr(Result, name, None)
+    assert climb(structure, fit, None) is fits[kept]
+
+
 def test_the_first_guide_lets_others_pass_and_goes_on_if_it_was_the_best(
     monkeypatch: pytest.MonkeyPatch, plain_start: None, few_first_scores: None
 ) -> None:
