@@ -115,6 +115,11 @@ def elpd_data(
             "the posterior depends on them. Look at them, refit without them, or give the model "
             "heavier tails."
         )
+        if 2 * bad > terms.size:
+            why = (
+                "no estimate where each has latent variables of its own. Integrate these out "
+                "(loo_units), or leave out groups."
+            )
         if others >= bad:
             why = (
                 f"by tails of the guide (k-hat {tail:.2f} with all data), not by these. A richer "

@@ -430,3 +430,20 @@ def test_corrected_draws_whose_scale_rounds_to_zero(monkeypatch: pytest.MonkeyPa
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Pareto k
         assert numbers(fit.loo())[0] == pytest.approx(-8.43, abs=0.2)
+
+
+def test_rates_of_single_data_have_no_estimate() -> None:
+    """p(y_i | the others) is that of the prior, which no draw of the posterior shows."""
+
+    def rates(y: Tensor) -> None:
+        with pyro.plate("data", len(y)):
+            p: Any = pyro.sample("p", dist.Beta(y.new_ones(()), 1.0))
+            pyro.sample("y", dist.Binomial(4, p), obs=y)
+
+    y = DATA.new_tensor([0.0, 4.0] * 6)
+    fit = ngvi.fit(rates, y, guide="AutoMeanFieldNormal", seed=0, progress=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit.loo()
+    told = [str(w.message) for w in caught if "latent variables of its own" in str(w.message)]
+    assert len(told) == 1 and len(told[0]) <= 240
