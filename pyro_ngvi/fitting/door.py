@@ -9,7 +9,9 @@ from contextlib import contextmanager, suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import pyro
 import torch
+from pyro import poutine
 from pyro.infer import RenyiELBO, Trace_ELBO, TraceGraph_ELBO, TraceTMC_ELBO
 from torch import Tensor
 
@@ -18,7 +20,7 @@ from ..runtime.checks import tensor_of
 from ..runtime.density import Sites, is_latent, site_kind
 from ..runtime.pyro_adapter import is_marked
 from ..runtime.run import look
-from ..runtime.store import OwnName
+from ..runtime.store import ModuleParams, OwnName
 
 #: what a fit is read by, whose options have names that an argument of the model cannot have
 READERS = to_arviz, khat, diagnose, loo, predict
@@ -121,6 +123,37 @@ def check_batch(model: Any, batch: tuple[Any, ...], kwargs: Mapping[str, Any]) -
             f"and is one argument. Let the collate_fn= of the DataLoader return tuples, or the model "
             f"take the dict."
         )
+
+
+def check_source(
+    model: Any, source: Any, batch: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    """Refuse tensors for the arguments of one call in the place of minibatches: the model takes all of
+    them at once, and with the first alone cannot run, or observes nothing."""
+    takes: Any = None
+    with suppress(TypeError, ValueError):  # what has no signature takes anything
+        takes = inspect.signature(getattr(model, "forward", model))
+    tensors = isinstance(source, tuple | list) and all(isinstance(x, Tensor) for x in source)
+    if not tensors or len(source) < 2 or takes is None or not _binds(takes, source, kwargs):
+        return
+    if _binds(takes, batch, kwargs):
+        with poutine.block(), ModuleParams(), pyro.validation_enabled(False):
+            sites = look(model, {}, batch, kwargs)
+        if {"observed", "factor"} & {*map(site_kind, sites.values())}:
+            return
+    raise ValueError(
+        f"data= is {len(source)} tensors, each a minibatch, and with the first alone the model "
+        f"observes nothing. Pass all data by position, fit(model, X, y), or minibatches of all "
+        f"arguments: a DataLoader of a TensorDataset of them."
+    )
+
+
+def _binds(takes: inspect.Signature, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    try:
+        takes.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def check_sums(loss: Any, guide: Any, sites: Sites, args: Any, kwargs: Any) -> None:

@@ -336,6 +336,7 @@ def fit(
         return made.resume(max_time=max_time, checkpoint=path, **how)
 
     with door.naming_arguments(model, first, kwargs):
+        door.check_source(model, data, first, kwargs)
         if not by_ladder:
             return one(guide, max_time)
         best = climb(Structure(model, first, kwargs), one, max_time)

@@ -425,3 +425,23 @@ def test_minibatches_are_no_dicts_of_arguments() -> None:
     # which may be one
     for takes, row in (lambda batch: model(**batch), {"y": Y}), (shifted, {"z": 0.0, "y": Y}):
         assert ngvi.fit(takes, data=[row], **HOW).steps == 5
+
+
+def test_tensors_of_all_data_are_no_minibatches() -> None:
+    def line(x: Tensor, y: Tensor | None = None, size: int | None = None) -> None:
+        m = pyro.sample("m", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", size or len(x), subsample_size=len(x)):
+            pyro.sample("y", dist.Normal(m * x, 1.0), obs=y)
+
+    def alone(y: Tensor, size: int | None = None) -> None:
+        line(torch.ones_like(y), y, size)
+
+    both = lambda x, y: line(x, y)  # noqa: E731
+    data = (torch.linspace(0.0, 2.0, 12), Y)
+    for takes in (line, both, functools.partial(line, size=12)):
+        with pytest.raises(ValueError, match=r"data= is 2 tensors, .* fit\(model, X, y\)") as told:
+            ngvi.fit(takes, data=data, **HOW)
+        assert len(str(told.value)) <= 240
+    # where the model observes each, they are
+    assert ngvi.fit(alone, size=12, data=Y.split(6), **HOW).steps == 5
+    assert ngvi.fit(functools.partial(alone, size=12), data=[*Y.split(6)], **HOW).steps == 5
