@@ -94,7 +94,7 @@ class Fit(Result):
                 raise ValueError("Steps of several processes are not compiled: leave compile= out.")
             self.svi = wrap(self.svi, **distributed)
         self.batches = None if data is None else Batches(data)
-        self.stop = StopRule(self.svi, tol, batches=data, newton=True)
+        self.stop = StopRule(self.svi, tol, batches=self.batches, newton=True)
         require(compile in (True, False, "auto"), "compile", 'be True, False or "auto"', compile)
         self.compile = compile
         self._saved: dict[str, Any] | None = None
@@ -127,7 +127,8 @@ class Fit(Result):
             door.check_names(self.model, kwargs)
             self.args, self.kwargs = args, kwargs
         if data is not None and data is not getattr(self.batches, "source", None):
-            self.batches, self.stop.batches = Batches.after(self.batches, data), Batches(data)
+            self.batches = Batches.after(self.batches, data)
+            self.stop.batches = Batches(self.batches)
         if self._unseen or data is not None:
             self.stop.best.best = None  # of other data, perhaps
         door.take_guide(self.svi.guide, self._kept.mark)
@@ -231,7 +232,7 @@ class Fit(Result):
         if (self.batches is None) != (self._saved["batches"] is None):
             how = "out data=: leave it out" if self.batches else " data=: pass it, or all data,"
             raise ValueError(f"load: {self._path} is of a fit with{how} here too.")
-        args = self.args if self.batches is None else next(Batches(self.batches.source))
+        args = self.args if self.batches is None else next(Batches(self.batches))
         parts = self.stop, self.batches
         restore(self._saved, self.svi, args, self.kwargs, *parts, f"load: {self._path}")
         self._saved = None
@@ -313,8 +314,9 @@ def fit(
             'guide="auto" runs several fits against the clock, which processes have each of their own: '
             "name a guide."
         )
-    first = args if data is None else next(Batches(data))
-    if data is not None:
+    first, batches = args, None if data is None else Batches(data)
+    if batches is not None:
+        first = next(Batches(batches))
         door.check_batch(model, first, kwargs)
     parts = {"optim": optim, "loss": loss, "num_particles": num_particles}
     how: dict[str, Any] = {"max_steps": max_steps, "progress": progress, "every": every}
@@ -330,7 +332,7 @@ def fit(
         advice = advise(model, *first, guide=guide, **parts, **kwargs)
         if why:
             advice.reasons = (f"{called(guide)}, {why}", *advice.reasons[1:])
-        made = Fit(advice, args, kwargs, data, tol, compile, distributed)
+        made = Fit(advice, args, kwargs, batches, tol, compile, distributed)
         # the file holds the best that has ended
         path = checkpoint if best is None else None
         return made.resume(max_time=max_time, checkpoint=path, **how)
