@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import astuple
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,7 @@ from ..distributed.processes import rank
 from ..guides.deadline import ending_by
 from ..linalg.host import apart, own_random_state
 from ..optim.rule import require
-from ..runtime.checks import check_missing, warn_of_noise
-from ..runtime.run import Minibatches, look
+from ..runtime.run import Minibatches
 from ..runtime.store import ModuleParams
 from . import door
 from .advice import Advice, Structure, advise
@@ -183,8 +181,11 @@ class Fit(Result):
             is_long = self.steps >= LONG[1] and self.seconds >= LONG[0]
             if self.compile is True or is_long:
                 self.svi = compile_svi(self.svi, warn=self.compile is True)
-        loss: Any = self.svi.step(*args, **self.kwargs)
+        with door.naming_arguments(self.model, args, self.kwargs):
+            loss: Any = self.svi.step(*args, **self.kwargs)
         ended = self.stop(loss, *args, **self.kwargs)
+        if self.batches is not None and not math.isfinite(self.stop.losses[-1]):
+            door.check_numbers(self.model, args, self.kwargs, Minibatches())
         if self.stop.reason == "stalled":
             self.stop.polish(*args, **self.kwargs)
         self.record(time.perf_counter() - start)
@@ -195,12 +196,7 @@ class Fit(Result):
         """What arguments tell that no step has seen."""
         with poutine.block(), ModuleParams(), pyro.validation_enabled(False):
             batch = Minibatches()
-            again = partial(look, self.model, args=args, kwargs=self.kwargs, minibatches=batch)
-            seen = again({})
-            with own_random_state(torch.initial_seed() // 2 + 1):  # another draw of the prior
-                check_missing(seen, again)
-                with suppress(RuntimeError):  # of a density that cannot be evaluated there
-                    warn_of_noise(seen, again)
+            seen = door.check_numbers(self.model, args, self.kwargs, batch)
             door.check_sums(self.advice.loss, self.svi.guide, seen, args, self.kwargs)
         if self.batches is None:
             door.warn_of_minibatches(seen, batch)
