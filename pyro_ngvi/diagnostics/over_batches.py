@@ -57,8 +57,9 @@ class OverBatches:
     def __init__(self, model: Callable[..., Any], batches: Iterable[Any]) -> None:
         if any(getattr(s, "replacement", False) for s in samplers_of(batches)):
             raise ValueError(
-                "The loader draws with replacement, and a pass over it has some data twice and others "
-                "never. Give diagnostics.OverBatches a DataLoader without sampler=."
+                "The loader draws with replacement: a pass over it has some data twice and others "
+                "never. Take one that shuffles without sampler=, or give fit all data as arguments "
+                "beside data=."
             )
         self.model, self.batches = model, batches
 

@@ -23,7 +23,7 @@ from .. import guides, hierarchy, metric, optim, sites
 from ..distributions import GaussianProcess, GaussianStateSpace
 from ..guides import AutoFlow, AutoOrthogonalFlow
 from ..hierarchy import AutoHierarchical
-from ..hierarchy.find import find_units
+from ..hierarchy.find import NumbersUntold, find_units
 from ..linalg.host import own_random_state
 from ..losses import BatchedELBO
 from ..optim.host import find_blocks
@@ -90,6 +90,8 @@ class Structure:
         """Units of the model, whose search runs it several times."""
         try:
             return find_units(self.model, self.args, self.kwargs, None)
+        except NumbersUntold:  # other guides have no place for units of a minibatch
+            raise
         except (ValueError, NotImplementedError):  # why it has none; priors without draws
             return None
 

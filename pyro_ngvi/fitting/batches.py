@@ -28,7 +28,7 @@ class Batches:
 
     Args:
         source: a ``DataLoader``, or another iterable that can be gone through again, of tuples or lists
-            of arguments, or of single ones.
+            of arguments, or of single ones; of other ``Batches`` it is their source.
 
     Attributes:
         epoch: how many epochs were begun.
@@ -47,6 +47,8 @@ class Batches:
     awaited: dict[str, Any] | None = None
 
     def __init__(self, source: Iterable[Any]) -> None:
+        warned = isinstance(source, Batches)
+        source = source.source if isinstance(source, Batches) else source
         if not isinstance(source, Iterable) or isinstance(source, Iterator):
             raise ValueError(
                 f"Minibatches come from an iterable that can be gone through again, and this is "
@@ -58,7 +60,7 @@ class Batches:
                 f"{type(source).__name__}. A model takes its data by position, fit(model, y), or "
                 f"bound: functools.partial(model, data=y)."
             )
-        if any(isinstance(s, WeightedRandomSampler) for s in samplers_of(source)):
+        if not warned and any(isinstance(s, WeightedRandomSampler) for s in samplers_of(source)):
             warnings.warn(
                 "The loader draws data by weights, where a subsampled plate takes all of them to be "
                 "equally likely: the posterior is that of data weighted so. Take one that shuffles.",

@@ -6,19 +6,24 @@ import inspect
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import pyro
 import torch
+from pyro import poutine
 from pyro.infer import RenyiELBO, Trace_ELBO, TraceGraph_ELBO, TraceTMC_ELBO
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from ..diagnostics import diagnose, khat, loo, predict, to_arviz
-from ..runtime.checks import tensor_of
-from ..runtime.density import Sites, is_latent, site_kind
+from ..linalg.host import own_random_state
+from ..runtime.checks import check_missing, tensor_of, warn_of_noise
+from ..runtime.density import Sites, is_latent, site_kind, site_log_prob
 from ..runtime.pyro_adapter import is_marked
-from ..runtime.run import look
-from ..runtime.store import OwnName
+from ..runtime.run import Minibatches, look
+from ..runtime.store import ModuleParams, OwnName
 
 #: what a fit is read by, whose options have names that an argument of the model cannot have
 READERS = to_arviz, khat, diagnose, loo, predict
@@ -82,16 +87,13 @@ DTYPES = "dtype", "scalar type", "result type"
 def naming_arguments(
     model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Iterator[None]:
-    """Within it errors have a note on arguments of the model that torch does not mix with others."""
+    """Within it errors have a note on arguments of the model that torch does not mix with others, and
+    on those with NaN where values were invalid."""
     try:
         yield
     except (TypeError, RuntimeError, ValueError, AttributeError) as error:
-        named: Mapping[str, Any] = {f"args[{i}]": x for i, x in enumerate(args)} | {**kwargs}
-        with suppress(TypeError, ValueError):  # what has no signature
-            takes = inspect.signature(getattr(model, "forward", model))
-            if not any(p.kind in ANY for p in takes.parameters.values()):
-                named = takes.bind(*args, **kwargs).arguments
-        for name, x in named.items():
+        notes = list(_of_nan(model, args, kwargs)) if "nvalid values" in str(error) else []
+        for name, x in _by_name(model, args, kwargs).items():
             dtype, wanted = getattr(x, "dtype", None), torch.get_default_dtype()
             kind = f"is of type {type(x).__name__}"
             if isinstance(x, Tensor):
@@ -100,12 +102,60 @@ def naming_arguments(
                 kind = f"is of {dtype}, and the default is {wanted}"
             elif not hasattr(x, "__array__"):
                 continue
-            note = (
+            notes.append(
                 f"The argument {name!r} of the model {kind}. For numbers pass {tensor_of(name, x)}."
             )
+        for note in notes:
             if note not in getattr(error, "__notes__", ()):
                 error.add_note(note)
         raise
+
+
+def _by_name(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The arguments of a model by their names, or by their places where it takes any."""
+    with suppress(TypeError, ValueError):  # what has no signature
+        takes = inspect.signature(getattr(model, "forward", model))
+        if not any(p.kind in ANY for p in takes.parameters.values()):
+            return takes.bind(*args, **kwargs).arguments
+    return {f"args[{i}]": x for i, x in enumerate(args)} | {**kwargs}
+
+
+def _of_nan(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[str]:
+    """Which arguments have NaN, in words."""
+    for name, x in _by_name(model, args, kwargs).items():
+        missing = int(x.isnan().sum()) if isinstance(x, Tensor) else 0
+        if missing:
+            yield f"The argument {name!r} of the model is NaN in {missing} of {x.numel()} numbers."
+
+
+def check_numbers(
+    model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], minibatches: Minibatches
+) -> Sites:
+    """Refuse NaN by which data have no density, and warn of noise, by runs at two draws of the prior;
+    gives the sites of the first."""
+    with poutine.block(), ModuleParams(), pyro.validation_enabled(False):
+        again = partial(look, model, args=args, kwargs=kwargs, minibatches=minibatches)
+        seen = again({})
+        with own_random_state(torch.initial_seed() // 2 + 1):  # another draw of the prior
+            check_missing(seen, again)
+            with suppress(RuntimeError):  # of a density that cannot be evaluated there
+                if told := next(_of_nan(model, args, kwargs), None):
+                    at = {name: site["value"] for name, site in seen.items() if is_latent(site)}
+                    x, more = tree_map_only(Tensor, Tensor.nan_to_num, (args, dict(kwargs)))
+                    _check_density(told, seen, look(model, at, x, more, minibatches))
+                warn_of_noise(seen, again)
+    return seen
+
+
+def _check_density(told: str, sites: Sites, filled: Sites) -> None:
+    """Refuse arguments of which this is ``told`` where log p of data is NaN, and is not when they are
+    ``filled``."""
+    for name in (name for name in sites if site_kind(sites[name]) == "observed" and name in filled):
+        now, then = (bool(site_log_prob(x[name])[1].isnan().any()) for x in (sites, filled))
+        if now and not then:
+            raise ValueError(
+                f"{told} So log p of {name!r} is NaN. Leave these rows out, or fill them in."
+            )
 
 
 def check_batch(model: Any, batch: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -121,6 +171,37 @@ def check_batch(model: Any, batch: tuple[Any, ...], kwargs: Mapping[str, Any]) -
             f"and is one argument. Let the collate_fn= of the DataLoader return tuples, or the model "
             f"take the dict."
         )
+
+
+def check_source(
+    model: Any, source: Any, batch: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    """Refuse tensors for the arguments of one call in the place of minibatches: the model takes all of
+    them at once, and with the first alone cannot run, or observes nothing."""
+    takes: Any = None
+    with suppress(TypeError, ValueError):  # what has no signature takes anything
+        takes = inspect.signature(getattr(model, "forward", model))
+    tensors = isinstance(source, tuple | list) and all(isinstance(x, Tensor) for x in source)
+    if not tensors or len(source) < 2 or takes is None or not _binds(takes, source, kwargs):
+        return
+    if _binds(takes, batch, kwargs):
+        with poutine.block(), ModuleParams(), pyro.validation_enabled(False):
+            sites = look(model, {}, batch, kwargs)
+        if {"observed", "factor"} & {*map(site_kind, sites.values())}:
+            return
+    raise ValueError(
+        f"data= is {len(source)} tensors, each a minibatch, and with the first alone the model "
+        f"observes nothing. Pass all data by position, fit(model, X, y), or minibatches of all "
+        f"arguments: a DataLoader of a TensorDataset of them."
+    )
+
+
+def _binds(takes: inspect.Signature, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    try:
+        takes.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def check_sums(loss: Any, guide: Any, sites: Sites, args: Any, kwargs: Any) -> None:

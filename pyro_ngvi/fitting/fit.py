@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import astuple
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,7 @@ from ..distributed.processes import rank
 from ..guides.deadline import ending_by
 from ..linalg.host import apart, own_random_state
 from ..optim.rule import require
-from ..runtime.checks import check_missing, warn_of_noise
-from ..runtime.run import Minibatches, look
+from ..runtime.run import Minibatches
 from ..runtime.store import ModuleParams
 from . import door
 from .advice import Advice, Structure, advise
@@ -94,7 +92,7 @@ class Fit(Result):
                 raise ValueError("Steps of several processes are not compiled: leave compile= out.")
             self.svi = wrap(self.svi, **distributed)
         self.batches = None if data is None else Batches(data)
-        self.stop = StopRule(self.svi, tol, batches=data, newton=True)
+        self.stop = StopRule(self.svi, tol, batches=self.batches, newton=True)
         require(compile in (True, False, "auto"), "compile", 'be True, False or "auto"', compile)
         self.compile = compile
         self._saved: dict[str, Any] | None = None
@@ -127,7 +125,8 @@ class Fit(Result):
             door.check_names(self.model, kwargs)
             self.args, self.kwargs = args, kwargs
         if data is not None and data is not getattr(self.batches, "source", None):
-            self.batches, self.stop.batches = Batches.after(self.batches, data), Batches(data)
+            self.batches = Batches.after(self.batches, data)
+            self.stop.batches = Batches(self.batches)
         if self._unseen or data is not None:
             self.stop.best.best = None  # of other data, perhaps
         door.take_guide(self.svi.guide, self._kept.mark)
@@ -182,8 +181,11 @@ class Fit(Result):
             is_long = self.steps >= LONG[1] and self.seconds >= LONG[0]
             if self.compile is True or is_long:
                 self.svi = compile_svi(self.svi, warn=self.compile is True)
-        loss: Any = self.svi.step(*args, **self.kwargs)
+        with door.naming_arguments(self.model, args, self.kwargs):
+            loss: Any = self.svi.step(*args, **self.kwargs)
         ended = self.stop(loss, *args, **self.kwargs)
+        if self.batches is not None and not math.isfinite(self.stop.losses[-1]):
+            door.check_numbers(self.model, args, self.kwargs, Minibatches())
         if self.stop.reason == "stalled":
             self.stop.polish(*args, **self.kwargs)
         self.record(time.perf_counter() - start)
@@ -194,12 +196,7 @@ class Fit(Result):
         """What arguments tell that no step has seen."""
         with poutine.block(), ModuleParams(), pyro.validation_enabled(False):
             batch = Minibatches()
-            again = partial(look, self.model, args=args, kwargs=self.kwargs, minibatches=batch)
-            seen = again({})
-            with own_random_state(torch.initial_seed() // 2 + 1):  # another draw of the prior
-                check_missing(seen, again)
-                with suppress(RuntimeError):  # of a density that cannot be evaluated there
-                    warn_of_noise(seen, again)
+            seen = door.check_numbers(self.model, args, self.kwargs, batch)
             door.check_sums(self.advice.loss, self.svi.guide, seen, args, self.kwargs)
         if self.batches is None:
             door.warn_of_minibatches(seen, batch)
@@ -231,7 +228,7 @@ class Fit(Result):
         if (self.batches is None) != (self._saved["batches"] is None):
             how = "out data=: leave it out" if self.batches else " data=: pass it, or all data,"
             raise ValueError(f"load: {self._path} is of a fit with{how} here too.")
-        args = self.args if self.batches is None else next(Batches(self.batches.source))
+        args = self.args if self.batches is None else next(Batches(self.batches))
         parts = self.stop, self.batches
         restore(self._saved, self.svi, args, self.kwargs, *parts, f"load: {self._path}")
         self._saved = None
@@ -313,8 +310,9 @@ def fit(
             'guide="auto" runs several fits against the clock, which processes have each of their own: '
             "name a guide."
         )
-    first = args if data is None else next(Batches(data))
-    if data is not None:
+    first, batches = args, None if data is None else Batches(data)
+    if batches is not None:
+        first = next(Batches(batches))
         door.check_batch(model, first, kwargs)
     parts = {"optim": optim, "loss": loss, "num_particles": num_particles}
     how: dict[str, Any] = {"max_steps": max_steps, "progress": progress, "every": every}
@@ -330,12 +328,13 @@ def fit(
         advice = advise(model, *first, guide=guide, **parts, **kwargs)
         if why:
             advice.reasons = (f"{called(guide)}, {why}", *advice.reasons[1:])
-        made = Fit(advice, args, kwargs, data, tol, compile, distributed)
+        made = Fit(advice, args, kwargs, batches, tol, compile, distributed)
         # the file holds the best that has ended
         path = checkpoint if best is None else None
         return made.resume(max_time=max_time, checkpoint=path, **how)
 
     with door.naming_arguments(model, first, kwargs):
+        door.check_source(model, data, first, kwargs)
         if not by_ladder:
             return one(guide, max_time)
         best = climb(Structure(model, first, kwargs), one, max_time)

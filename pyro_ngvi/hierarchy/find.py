@@ -14,6 +14,8 @@ from pyro import poutine
 from pyro.infer.autoguide.initialization import InitMessenger
 from pyro.poutine.util import site_is_subsample
 from torch.distributions import biject_to, identity_transform
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from ..guides import init_to_center
 from ..linalg.coloring import Coloring
@@ -21,6 +23,7 @@ from ..linalg.host import at_hand, own_random_state
 from ..runtime.density import Site, Sites, is_latent, site_kind
 from ..runtime.pyro_adapter import is_marked
 from ..runtime.run import Minibatches, run_plainly
+from ..sites.conditioned_model import reads
 from ..sites.probe_points import same
 from .probe import Probe
 from .runs import Call, LocalSite, Model, Seen, gaussian_of, is_gaussian
@@ -37,6 +40,27 @@ MOST_FOLLOWED = 128
 WIDE = 100
 
 
+class NumbersUntold(ValueError):
+    """Of a minibatch the model does not say which units these are."""
+
+
+class _Reads(TorchFunctionMode):
+    """Notes the plates whose numbers, ``drawn`` by Pyro, a model looks at."""
+
+    def __init__(self, drawn: Minibatches) -> None:
+        super().__init__()
+        self.drawn, self.plates = drawn, set[str]()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.drawn and reads(func, result):
+            seen = [*map(id, tree_leaves((args, kwargs)))]
+            self.plates.update(name for name, index in self.drawn.items() if id(index) in seen)
+        return result
+
+
 def find_units(model: Model, args: Any, kwargs: Any, wanted: Sequence[str] | Units | None) -> Units:
     """The units of a model at these arguments: those with the latent sites ``wanted``, or the entries
     of the largest plate that has Gaussian ones; one block where they are not independent, or where
@@ -44,8 +68,9 @@ def find_units(model: Model, args: Any, kwargs: Any, wanted: Sequence[str] | Uni
     if isinstance(wanted, Units):
         return wanted
     with poutine.block(), own_random_state(), torch.no_grad():
-        with InitMessenger(_start):
-            sites = run_plainly(model, {}, args, kwargs, Minibatches())
+        numbers = Minibatches()
+        with InitMessenger(_start), _Reads(numbers) as read:
+            sites = run_plainly(model, {}, args, kwargs, numbers)
         latent = {n: s for n, s in sites.items() if is_latent(s)}
         drawn = Minibatches({n: s["value"] for n, s in sites.items() if site_is_subsample(s)})
         call = Call(model, args, kwargs, drawn)
@@ -65,6 +90,12 @@ def find_units(model: Model, args: Any, kwargs: Any, wanted: Sequence[str] | Uni
         with suppress(ValueError, RuntimeError):
             if wanted is None and _others_are_pooled(call, units, sites, latent):
                 return _block(call, sites, latent, None)
+        if units.plate in numbers and units.plate not in read.plates:
+            raise NumbersUntold(
+                f"AutoHierarchical: the plate {units.plate!r} draws numbers of units at which the "
+                f"model does not look: its data would go to any. Pass theirs, "
+                f"pyro.plate({units.plate!r}, {units.size}, subsample=index)."
+            )
         return units
 
 

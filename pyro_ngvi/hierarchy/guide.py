@@ -73,8 +73,9 @@ class AutoHierarchical(MadeAtFirstCall):
         name: name of the guide in Pyro's parameter store.
 
     Raises:
-        ValueError: at the first call, for a model without such units or block; at later calls for
-            numbers of units that are out of range or come twice, and for another number of units.
+        ValueError: at the first call, for a model without such units or block, and for a minibatch
+            whose plate has drawn numbers that the model does not look at; at later calls for numbers of
+            units that are out of range or come twice, and for another number of units.
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist, pyro_ngvi as ngvi

@@ -13,6 +13,7 @@ var_s[p] / (2 S p^2). Draws of ``y``: ``pyro_ngvi.predict(model, guide, x)``.
 
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -22,13 +23,18 @@ import pyro
 import pyro.distributions as dist
 import torch
 from torch import Tensor
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from ..diagnostics.draws import guide_draws, random_state
+from ..diagnostics.over_batches import samplers_of
 from ..runtime.checks import check_data, tensor_of
 from ..runtime.density import Sites, check_guide_of_this_model, check_model, innermost
 from ..runtime.model_density import map_draws
 from ..runtime.run import look
 from .bayesianize import BayesianModule
+
+#: samplers of a loader whose rows come in another order at each pass
+SHUFFLING = RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,7 @@ def predict(
         model: made by :func:`bayesianize`.
         guide: a trained guide of it.
         x: inputs (n, ...), or a tuple of them; or an iterable of batches such as a ``DataLoader``,
-            each x or a pair (x, y).
+            each x or a pair (x, y), in whose order the rows come: one that shuffles is warned of.
         y: targets (n, ...), for the log density; with batches they come from there.
         num_samples: S, the number of draws of the weights.
         batch_size: examples that the network sees at once, when ``x`` is a tensor.
@@ -143,6 +149,13 @@ def _batches(x: Any, y: Tensor | None, batch_size: int) -> Iterator[tuple[Any, T
     if y is not None:
         raise ValueError(
             "x is an iterable of batches, so y has to come with them, as pairs (x, y)."
+        )
+    if any(isinstance(sampler, SHUFFLING) for sampler in samplers_of(x)):
+        warnings.warn(
+            "nn.predict: the loader shuffles, and rows of the result come in the order of this pass, "
+            "which is not kept. Averages over all rows are right; for those of single rows pass a "
+            "loader that does not shuffle, or x as a tensor.",
+            stacklevel=3,
         )
     for batch in x:
         pair = (batch,) if isinstance(batch, Tensor) else batch

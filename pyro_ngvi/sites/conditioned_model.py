@@ -50,6 +50,13 @@ _DESCRIBE = {
 }
 
 
+def reads(func: Any, result: Any) -> bool:
+    """Whether a torch function that gave ``result`` looks at numbers, not at a tensor's kind alone."""
+    name = getattr(func, "__name__", str(func))
+    # of a tensor's attributes only another tensor, such as .T, has its numbers
+    return name not in _DESCRIBE and (name != "__get__" or isinstance(result, Tensor))
+
+
 class AllSeen(Exception):
     """The rest of the run is not needed."""
 
@@ -72,15 +79,12 @@ class _Operations(TorchFunctionMode):
         result, run = func(*args, **(kwargs or {})), self.run
         if self.paused:
             return result
-        name = getattr(func, "__name__", str(func))
-        if run.unread:  # of a tensor's attributes only another tensor, such as .T, has its numbers
-            describes = name == "__get__" and not isinstance(result, Tensor)
-            if not (describes or name in _DESCRIBE):
-                run.unread.difference_update(map(id, tree_leaves((args, kwargs))))
+        if run.unread and reads(func, result):
+            run.unread.difference_update(map(id, tree_leaves((args, kwargs))))
         # only what may be a predictor counts: a plate makes whole numbers, or not, as it subsamples
         if not (isinstance(result, Tensor) and result.is_floating_point()):
             return result
-        place = TensorRef(number=self.count, name=name)
+        place = TensorRef(number=self.count, name=getattr(func, "__name__", str(func)))
         self.count += 1
         if place in run.replace:
             run.replaced += 1

@@ -194,9 +194,19 @@ def test_a_fit_of_data_drawn_again_has_no_verdict() -> None:
     model = partial(regression, size=N)
     fit = ngvi.fit(model, data=loader, guide="AutoFullRankNormal", max_steps=10, progress=False)
     assert "No verdict: The loader draws with replacement" in str(fit)
+    with pytest.raises(ValueError, match="or give fit all data as arguments beside data="):
+        fit.sample()
+    assert "No verdict" not in str(fit.resume(X, Y, max_steps=1, progress=False))
 
 
 def test_data_drawn_by_weights_are_warned_of() -> None:
     sampler = WeightedRandomSampler([1.0] * N, N)
+    loader = DataLoader(TensorDataset(X, Y), sampler=sampler)
     with pytest.warns(UserWarning, match="draws data by weights"):
-        Batches(DataLoader(TensorDataset(X, Y), sampler=sampler))
+        Batches(loader)
+    with pytest.warns(UserWarning, match="draws data by weights") as told:
+        fit = ngvi.fit(regression, X, Y, size=N, data=loader, max_steps=2, progress=False)
+    assert len(told) == 1
+    with pytest.warns(UserWarning, match="draws data by weights") as told:
+        fit.resume(data=DataLoader(loader.dataset, sampler=sampler), max_steps=2, progress=False)
+    assert len(told) == 1

@@ -15,6 +15,13 @@ from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoNormal
 from pyro.nn import PyroModule
 from torch import Tensor, nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 
 import pyro_ngvi as ngvi
 from pyro_ngvi.nn import bayesianize, predict
@@ -240,6 +247,23 @@ def test_predict_refuses() -> None:
         predict(model, guide, [(X, Y), X])
     with pytest.raises(TypeError, match="'float' object is not iterable"):
         predict(model, guide, 1.0)
+
+
+def test_predict_warns_of_a_loader_that_shuffles() -> None:
+    model, data = linear(), TensorDataset(X, Y)
+    guide = ngvi.AutoMeanFieldNormal(model)
+    guide(X, Y)
+    again = RandomSampler(data)
+    for loader in (
+        DataLoader(data, 2, shuffle=True),
+        DataLoader(data, batch_sampler=BatchSampler(again, 2, False)),
+        DataLoader(data, sampler=SubsetRandomSampler(range(3))),
+    ):
+        with pytest.warns(UserWarning, match="the loader shuffles") as told:
+            predict(model, guide, loader)
+        assert len(told) == 1 and told[0].filename == __file__
+    mean = predict(model, guide, DataLoader(data, 2), seed=0).mean
+    assert torch.allclose(mean, predict(model, guide, X, seed=0).mean)
 
 
 def test_predict_needs_every_latent_site() -> None:

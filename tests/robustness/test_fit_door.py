@@ -28,6 +28,8 @@ from torch import Tensor
 from torch.distributions import constraints
 
 import pyro_ngvi as ngvi
+from pyro_ngvi.fitting.door import check_numbers
+from pyro_ngvi.runtime.run import Minibatches
 
 Y = torch.linspace(-1.0, 3.0, 12)
 HOW: dict[str, Any] = {"progress": False, "max_steps": 5, "seed": 0}
@@ -425,3 +427,57 @@ def test_minibatches_are_no_dicts_of_arguments() -> None:
     # which may be one
     for takes, row in (lambda batch: model(**batch), {"y": Y}), (shifted, {"z": 0.0, "y": Y}):
         assert ngvi.fit(takes, data=[row], **HOW).steps == 5
+
+
+def test_tensors_of_all_data_are_no_minibatches() -> None:
+    def line(x: Tensor, y: Tensor | None = None, size: int | None = None) -> None:
+        m = pyro.sample("m", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", size or len(x), subsample_size=len(x)):
+            pyro.sample("y", dist.Normal(m * x, 1.0), obs=y)
+
+    def alone(y: Tensor, size: int | None = None) -> None:
+        line(torch.ones_like(y), y, size)
+
+    both = lambda x, y: line(x, y)  # noqa: E731
+    data = (torch.linspace(0.0, 2.0, 12), Y)
+    for takes in (line, both, functools.partial(line, size=12)):
+        with pytest.raises(ValueError, match=r"data= is 2 tensors, .* fit\(model, X, y\)") as told:
+            ngvi.fit(takes, data=data, **HOW)
+        assert len(str(told.value)) <= 240
+    # where the model observes each, they are
+    assert ngvi.fit(alone, size=12, data=Y.split(6), **HOW).steps == 5
+    assert ngvi.fit(functools.partial(alone, size=12), data=[*Y.split(6)], **HOW).steps == 5
+
+
+@pytest.mark.filterwarnings("ignore:.*skipped a step|Encountered NaN")
+@pytest.mark.parametrize("bad", ["x", "y"])
+@pytest.mark.parametrize("optim", [None, Adam({"lr": 0.01})])
+def test_nan_in_a_later_minibatch_ends_the_run(bad: str, optim: Any) -> None:
+    def line(x: Tensor, y: Tensor) -> None:
+        m = pyro.sample("m", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", 12, subsample_size=len(x)):
+            pyro.sample("y", dist.Normal(m * x, 1.0), obs=y)
+
+    data = {"x": torch.linspace(0.0, 2.0, 12), "y": Y.clone()}
+    data[bad][10] = torch.nan
+    words = {"x": "'x' of the model is NaN in 1 of 4 numbers. So log p of 'y' is", "y": "are NaN"}
+    batches = [*zip(data["x"].split(4), data["y"].split(4), strict=True)]
+    with pyro.validation_enabled(False):
+        with pytest.raises(ValueError, match=words[bad]):
+            ngvi.fit(line, data=batches, optim=optim, guide="AutoFullRankNormal", **HOW)
+    with pytest.raises(ValueError) as told:
+        ngvi.fit(line, data["x"], data["y"], guide="AutoFullRankNormal", **HOW)
+    assert words[bad].replace("4", "12") in str([told.value, *getattr(told.value, "__notes__", ())])
+
+
+def test_nan_that_a_model_knows_of_is_taken() -> None:
+    def line(x: Tensor, y: Tensor, shift: float = 0.0) -> None:
+        m = pyro.sample("m", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", 12):
+            pyro.sample("y", dist.Normal(m * x.nan_to_num() + shift, 1.0), obs=y)
+
+    x = torch.linspace(0.0, 2.0, 12)
+    x[2] = torch.nan
+    assert ngvi.fit(line, x, Y, **HOW).steps == 5
+    # nor is it why others are
+    assert "y" in check_numbers(line, (x, Y), {"shift": torch.nan}, Minibatches())

@@ -179,6 +179,31 @@ def test_numbers_of_units(index: list[int], part: str) -> None:
     assert all(torch.equal(b, before[n]) for n, b in guide.sites.named_buffers())
 
 
+def part_of_the_data(y: Tensor) -> None:
+    s = scale()
+    with pyro.plate("units", 6, subsample_size=len(y)):
+        u: Any = pyro.sample("u", dist.Normal(ZERO, s))
+        pyro.sample("y", dist.Normal(u, 0.5), obs=y)
+
+
+def test_numbers_of_units_that_the_model_does_not_look_at() -> None:
+    """Else the data of a minibatch go to units at random."""
+    guide = ngvi.AutoHierarchical(part_of_the_data)
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match="draws numbers of units at which the model does not look"
+        ):
+            guide(Y[:3])
+    guide(Y)
+    assert guide.units.plate == "units"
+
+
+@pytest.mark.parametrize("guide", [None, "auto", "AutoHierarchical"])
+def test_a_fit_of_units_without_their_numbers(guide: str | None) -> None:
+    with pytest.raises(ValueError, match=r"pyro.plate\('units', 6, subsample=index\)"):
+        ngvi.fit(part_of_the_data, data=Y.split(2), guide=guide, max_steps=2, progress=False)
+
+
 def test_another_number_of_units() -> None:
     guide = ngvi.AutoHierarchical(good)
     svi = SVI(good, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(4))
