@@ -250,3 +250,17 @@ def is_true(answer: Any) -> bool:
     """Whether a callback says by a truth value, not by what it happens to return, that it is enough."""
     kind, entries = getattr(answer, "dtype", type(answer)), getattr(answer, "shape", ())
     return kind in (bool, torch.bool) and not entries and bool(answer)
+
+
+def begins_with(guide: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a guide without a start now has it from this minibatch alone, which no step is to see.
+
+    Not one without correlations: where data have some it is too sure of a place that is off."""
+    if getattr(guide, "begins_with_part", True) or guide.prototype_trace is not None:
+        return False
+    if guide.family.curvature_form != "dense":
+        return False
+    guide.begins_with_part = True
+    with poutine.block():
+        guide(*args, **kwargs)
+    return True

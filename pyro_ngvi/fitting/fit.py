@@ -177,6 +177,9 @@ class Fit(Result):
             with own_random_state() if self.steps else nullcontext():
                 self._check(args)
             self._unseen = False
+            if self.batches is not None and self.distributed is None:
+                if door.begins_with(self.svi.guide, args, self.kwargs):
+                    self._last = args = next(self.batches)
         if self.compile and not isinstance(self.svi, CompiledSVI):
             is_long = self.steps >= LONG[1] and self.seconds >= LONG[0]
             if self.compile is True or is_long:

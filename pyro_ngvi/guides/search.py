@@ -7,12 +7,14 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
 import torch
 from pyro import poutine
 from pyro.infer.autoguide.initialization import InitMessenger
+from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import biject_to
@@ -49,9 +51,20 @@ def _sites(guide: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     return {name: s for name, s in sites if name not in own and not is_marked(s)}
 
 
-def _one_function(sites: dict[str, Any]) -> bool:
-    """Whether no minibatch and no latent site of another guide is among :func:`_sites`."""
-    return all(site_is_subsample(s) and len(s["value"]) >= s["fn"].size for s in sites.values())
+def _one_function(sites: dict[str, Any], part: bool = False) -> bool:
+    """Whether no latent site of another guide is among :func:`_sites`, and no minibatch but a part."""
+    return all(
+        site_is_subsample(s) and (part or len(s["value"]) >= s["fn"].size) for s in sites.values()
+    )
+
+
+class _Alone(Messenger):
+    """A minibatch by itself: no site of a plate is scaled to all data."""
+
+    def _pyro_sample(self, msg: Any) -> None:
+        for frame in msg["cond_indep_stack"]:
+            if frame.full_size:
+                msg["scale"] = msg["scale"] * (frame.size / frame.full_size)
 
 
 def _model_alone(guide: Any, sites: dict[str, Any]) -> Callable[..., Any]:
@@ -118,6 +131,8 @@ def find_laplace(guide: Any, start: Tensor, given: Tensors, args: Any, kwargs: A
 
     Unasked, ``None`` unless the log joint is one function of few latent variables (no minibatch, no
     latent sites of others) that runs away from its start under ``vmap``, with no state to be loaded.
+    Of a guide that begins with a part of the data, for these alone: their posterior is as wide as it is
+    off, and its modes may be theirs.
     """
     kind, d, asked = type(guide).__name__, len(start), guide.init == "laplace"
     if asked and d > LARGEST:
@@ -130,15 +145,18 @@ def find_laplace(guide: Any, start: Tensor, given: Tensors, args: Any, kwargs: A
         return None
     try:
         sites = _sites(guide, args, kwargs)
-        if not asked and not _one_function(sites):
+        part = guide.begins_with_part
+        if not asked and not _one_function(sites, part):
             return None
         model = _model_alone(guide, sites)
+        model = _Alone()(model) if part else model
         points = start_points(guide._unconstrained_shapes, model, start, args, kwargs)
         with own_random_state():  # a prototype draws
             density = _density_alone(model, start, args, kwargs)
             with ending_by(math.inf if asked else time.monotonic() + PATIENCE):
                 how = {"only_concave": True} if not asked and d > UNASKED else {}
                 found = guide.search(density, guide.family, given, points, **how)
+            found = replace(found, apart=()) if part else found
     except Exception:
         if asked:
             raise

@@ -98,6 +98,8 @@ class FirstCall(MadeAtFirstCall, AutoContinuous):
     start_report: Found | None = None
     #: other parameters to start at than around a point; of who makes this guide part of another
     find_start: Callable[[Tensor], Tensors | None] | None = None
+    #: whether the first call has a minibatch that no step sees again, and a search takes it for itself
+    begins_with_part = False
 
     def __init__(
         self,

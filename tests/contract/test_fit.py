@@ -602,6 +602,24 @@ def test_bad_options_are_refused(options: dict[str, Any], says: str) -> None:
     assert len(str(refused.value)) <= 240
 
 
+def test_a_far_start_is_found_on_the_first_minibatch() -> None:
+    """Counts near 3,000 under a wide prior: from its centre 400 steps were at 20."""
+    generator = torch.Generator().manual_seed(0)
+    y = torch.poisson(torch.full((2000,), 3000.0, dtype=X.dtype), generator=generator)
+
+    def model(y: Tensor, size: int | None = None) -> None:
+        b: Any = pyro.sample("b", dist.Normal(y.new_zeros(()), 10.0))
+        with pyro.plate("data", size or len(y), subsample_size=len(y)):
+            pyro.sample("y", dist.Poisson(b.exp()), obs=y)
+
+    parts = [(part,) for part in y.split(100)]
+    how: Any = {"size": len(y), "tol": 0.5, "seed": 0, "progress": False}
+    fit = ngvi.fit(model, data=parts, max_steps=30, **how)
+    sd = float(y.sum()) ** -0.5
+    assert abs(float(fit.guide.median()["b"]) - float(y.mean().log())) < sd
+    assert fit.guide.begins_with_part and not fit.guide.start_report.apart
+
+
 def test_the_ladder_is_no_advice() -> None:
     with pytest.raises(ValueError, match="'auto': that is for fit, which tries several"):
         ngvi.advise(logistic, A, b, guide="auto")

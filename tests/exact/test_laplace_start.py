@@ -412,15 +412,23 @@ def test_random_numbers_are_left_alone_and_the_start_is_the_same_twice(kind: Any
         assert torch.equal(p, guides[1].natural_params()[name]), name
 
 
-def test_a_minibatch_is_held_during_the_search() -> None:
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_minibatch_is_held_during_the_search(asked: bool) -> None:
+    """p(mean | 5 data of 20), of these alone, is wide enough for the data that it has not seen."""
+
     def model(x: Tensor) -> None:
         mean: Any = pyro.sample("mean", dist.Normal(0.0, 10.0))
         with pyro.plate("data", len(x), subsample_size=5) as index:
             pyro.sample("x", dist.Normal(mean, 1.0), obs=x[index])
 
     torch.manual_seed(0)
-    guide = started(ngvi.AutoFullRankNormal, model, 3.0 + torch.randn(20))
-    assert guide.scale_tril.item() == pytest.approx((20.0 + 0.01) ** -0.5, rel=1e-3)
+    y = 3.0 + torch.randn(20)
+    guide = ngvi.AutoFullRankNormal(model, init="laplace" if asked else "auto")
+    guide.begins_with_part = not asked
+    guide(y)
+    n = 20.0 if asked else 5.0  # as the model scales them, or alone
+    assert guide.scale_tril.item() == pytest.approx((n + 0.01) ** -0.5, rel=1e-3)
+    assert abs(float(guide.loc.detach()) - float(y.mean())) < 3.0 * (1.0 / 5.0 - 1.0 / 20.0) ** 0.5
 
 
 def test_what_it_refuses() -> None:
