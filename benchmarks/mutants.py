@@ -502,7 +502,7 @@ STEPS = (
     Mutant(
         "start: a minibatch is searched unasked",
         "guides/search.py",
-        'site_is_subsample(s) and len(s["value"]) >= s["fn"].size for s',
+        '(part or len(s["value"]) >= s["fn"].size)',
         "site_is_subsample(s) for s",
         ("test_laplace_start",),
     ),

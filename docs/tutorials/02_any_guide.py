@@ -130,7 +130,7 @@ print(f"posterior sds along the axes of its ellipsoid: {low:.2f} to {high:.2f}")
 # %% [markdown]
 # The first line says what was used: the guide as given, and `IFVB`, since the guide is not one of
 # ours. To save time we have asked for 0.2 nat in place of the default 0.05, and the verdict
-# notices: the sd of one coefficient is not right yet.
+# notices: the sds are right to 15 %, no more.
 #
 # How good is that beside Adam? A fair answer needs a tuned Adam. We give it two constant rates,
 # and three that fall to zero along a cosine which ends exactly with the run; three seeds each. A

@@ -16,7 +16,7 @@ from ..runtime.run import CannotBatch
 
 #: latent variables times data up to which a fit is diagnosed by short chains unasked; up to which it is
 #: where weights have doubts, and took no more than so many seconds: chains take ten times that, or more
-LITTLE, MUCH, PATIENT = 10_000, 1_000_000, 0.6
+LITTLE, MUCH, PATIENT = 10_000, 1_000_000, 1.0
 #: seconds for slices of few latent variables where weights have no doubts
 QUICK = 4.0
 #: data times points of the quadrature up to which units of a hierarchy are integrated out, or so
