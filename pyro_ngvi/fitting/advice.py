@@ -43,6 +43,9 @@ LOOKALIKES = ("pyro.optim.", "torch.optim")
 
 #: latent variables from which a Cholesky factor costs too much, and from which factors do
 FULL_RANK, FACTOR = 1_000, 100_000
+#: globals for each latent variable of the units, up to which these are apart: a horseshoe has a scale
+#: for each coefficient, and some of its own
+BESIDE = 2
 #: latent variables from which a Cholesky factor, of d^2 / 2 noisy entries, gets as many particles
 MANY = 32
 ADAM = (
@@ -103,7 +106,7 @@ class Structure:
         if units is not None:
             inside = units.size * units.width  # of which d may have a minibatch
             beside = sum(self.sizes.get(name, 0) for name in units.globals)
-            if beside <= min(inside, FULL_RANK):
+            if beside < BESIDE * inside and beside <= FULL_RANK:
                 return AutoHierarchical, f"for {units}"
         if free and self._is_wide() and not self.has_params and self.suits_sites:
             return sites.AutoSites, f"for {self.d:,} latent variables, Gaussian a priori"

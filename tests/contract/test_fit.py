@@ -602,6 +602,28 @@ def test_bad_options_are_refused(options: dict[str, Any], says: str) -> None:
     assert len(str(refused.value)) <= 240
 
 
+def test_a_horseshoe_is_a_block_and_has_corrected_draws() -> None:
+    """A scale for each coefficient, and two of its own; sparse coefficients have a spike at 0."""
+    generator = torch.Generator().manual_seed(0)
+    columns = torch.randn(60, 6, generator=generator, dtype=X.dtype)
+    y = 2.0 * columns[:, 0] + torch.randn(60, generator=generator, dtype=X.dtype)
+
+    def horseshoe(y: Tensor) -> None:
+        tau = pyro.sample("tau", dist.HalfCauchy(y.new_tensor(0.5)))
+        noise = pyro.sample("noise", dist.HalfNormal(y.new_tensor(2.0)))
+        with pyro.plate("columns", 6):
+            lam = pyro.sample("lam", dist.HalfCauchy(y.new_ones(())))
+            b: Any = pyro.sample("b", dist.Normal(y.new_zeros(()), lam * tau))
+        with pyro.plate("rows", len(y)):
+            pyro.sample("y", dist.Normal(columns @ b, noise), obs=y)
+
+    fit = ngvi.fit(horseshoe, y, seed=0, progress=False)
+    assert isinstance(fit.guide, ngvi.AutoHierarchical) and fit.verdict.ok
+    b = fit.sample(2000, seed=0)["b"]
+    kurtosis = ((b - b.mean(0)) / b.std(0)).pow(4).mean(0)
+    assert abs(float(b[:, 0].mean()) - 2.0) < 0.5 and float(kurtosis[1:].min()) > 3.5
+
+
 def test_a_far_start_is_found_on_the_first_minibatch() -> None:
     """Counts near 3,000 under a wide prior: from its centre 400 steps were at 20."""
     generator = torch.Generator().manual_seed(0)
@@ -990,8 +1012,8 @@ def test_it_takes_flat_priors() -> None:
 
 def test_the_best_of_the_guides_is_kept(monkeypatch: pytest.MonkeyPatch, plain_start: None) -> None:
     def unequal(y: Tensor) -> None:
-        """More globals than effects."""
-        m: Any = pyro.sample("m", dist.Normal(torch.zeros(9), 5.0).to_event(1))
+        """More than twice as many globals as effects."""
+        m: Any = pyro.sample("m", dist.Normal(torch.zeros(16), 5.0).to_event(1))
         s = pyro.sample("s", dist.HalfCauchy(5.0))
         with pyro.plate("units", len(y)):
             u: Any = pyro.sample("u", dist.Normal(m.sum(-1), s))
