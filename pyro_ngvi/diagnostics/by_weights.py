@@ -85,8 +85,9 @@ def _by_slices(model: Any, guide: Any, args: Any, kwargs: Any, known: KHat, pati
             return None
         held = sum(site["value"].numel() for site in fitted.in_sum.values())
         room = MOST_DOUBLES / max(1, held)
+        whole = Whole(model, guide, args, kwargs, fitted.joint, room)
         for _ in range(TRIES):
-            better = proposal(Whole(model, guide, args, kwargs, fitted.joint, room))
+            better = proposal(whole)
             judged = moved_by_weights(model, guide, args, kwargs, draws, better)
             if judged is None:
                 break

@@ -63,9 +63,11 @@ def mirrored(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> str
 
     best, words = -torch.inf, ""
     if fitted.batches is None:
-        own, within = evidence_of(draws.log_ratio[:DRAWS]).log, COMPARABLE
+        own = evidence_of(draws.log_ratio[:DRAWS]).log
+        least, most = own - COMPARABLE, torch.inf
     else:
-        own, within = mass_of(log_ratio_at(values, count)), SAME
+        own = mass_of(log_ratio_at(values, count))
+        least, most = own - SAME, own + SAME
     for what, at in _mirrors(values, fitted.sites):
         if mass_of(log_ratio_at(at, min(FEW, count))) < own - HOPELESS:
             continue
@@ -73,8 +75,7 @@ def mirrored(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> str
         if torch.softmax(log_ratio, 0).square().sum() > 1.0 / ALONE:  # of one draw, far out
             continue
         mass = mass_of(log_ratio)
-        less = own - mass if within == COMPARABLE else abs(own - mass)
-        if mass > best and less < within:
+        if max(best, least) < mass < most:
             half_way = log_ratio_at(_between(values, at, fitted.sites), count)
             if not bool(half_way.mean() < log_ratio.mean() - BARRIER):
                 continue
@@ -131,8 +132,11 @@ def _exchanges(values: Values, sites: Sites) -> Iterator[tuple[str, Values]]:
         first = [n for n, (stem, last) in numbered.items() if last == i and stem + j in numbered]
         both = [(n, n[:-1] + j) for n in first]
         at = {a: values[b] for pair in both for a, b in (pair, pair[::-1])}
-        for others in ({}, shares) if at and shares else ({},) if at else ():
-            yield f"{', '.join(map(repr, at))} exchanged", at | others
+        named = ", ".join(map(repr, at))
+        if at:
+            yield f"{named} exchanged", at
+        if at and shares:
+            yield f"{named} exchanged", at | shares
     for size in range(2, ENTRIES + 1):
         having = {n: x for n, x in values.items() if size in x.shape[1:]}
         # a matrix is no list of entries

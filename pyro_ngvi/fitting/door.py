@@ -111,11 +111,18 @@ def naming_arguments(
         raise
 
 
+def _signature(model: Any) -> inspect.Signature | None:
+    """What a model takes, ``None`` where nothing says so."""
+    with suppress(TypeError, ValueError):
+        return inspect.signature(getattr(model, "forward", model))
+    return None
+
+
 def _by_name(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
     """The arguments of a model by their names, or by their places where it takes any."""
-    with suppress(TypeError, ValueError):  # what has no signature
-        takes = inspect.signature(getattr(model, "forward", model))
-        if not any(p.kind in ANY for p in takes.parameters.values()):
+    takes = _signature(model)
+    if takes is not None and not any(p.kind in ANY for p in takes.parameters.values()):
+        with suppress(TypeError):  # of which it does not take some
             return takes.bind(*args, **kwargs).arguments
     return {f"args[{i}]": x for i, x in enumerate(args)} | {**kwargs}
 
@@ -160,11 +167,10 @@ def _check_density(told: str, sites: Sites, filled: Sites) -> None:
 
 def check_batch(model: Any, batch: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Refuse a dict, which is one argument, by the names of several of the model's own."""
-    takes: Any = {}
-    with suppress(TypeError, ValueError):  # what has no signature takes anything
-        takes = inspect.signature(getattr(model, "forward", model)).parameters
-    named = batch[0] if len(batch) == 1 else None
-    names = sorted(takes.keys() & named.keys() - kwargs) if isinstance(named, Mapping) else []
+    takes = _signature(model)
+    names, named = [], batch[0] if len(batch) == 1 else None
+    if takes is not None and isinstance(named, Mapping):
+        names = sorted(takes.parameters.keys() & named.keys() - kwargs)
     if len(names) > 1:
         raise ValueError(
             f"Each minibatch of data= is a dict with names of the model's arguments, as {names[0]!r}, "
@@ -178,9 +184,7 @@ def check_source(
 ) -> None:
     """Refuse tensors for the arguments of one call in the place of minibatches: the model takes all of
     them at once, and with the first alone cannot run, or observes nothing."""
-    takes: Any = None
-    with suppress(TypeError, ValueError):  # what has no signature takes anything
-        takes = inspect.signature(getattr(model, "forward", model))
+    takes = _signature(model)
     tensors = isinstance(source, tuple | list) and all(isinstance(x, Tensor) for x in source)
     if not tensors or len(source) < 2 or takes is None or not _binds(takes, source, kwargs):
         return

@@ -39,10 +39,8 @@ def word_on(fit: Any) -> KHat | Diagnosis:
             if work_of_draw(guide.units, data) <= SUMMED:
                 found = by_weights(*fit._weighed)
                 return found or replace(fit.khat, doubt=doubt_of(*fit._weighed[1:4]))
-        elif little:
+        elif little or (work <= MUCH and not fit.khat.ok and fit._weighing <= PATIENT):
             return fit.diagnosis
         elif found := by_weights(*fit._weighed, patience=QUICK if fit.khat.ok else PATIENCE):
             return found
-        elif work <= MUCH and not fit.khat.ok and fit._weighing <= PATIENT:
-            return fit.diagnosis
     return fit.khat

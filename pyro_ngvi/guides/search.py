@@ -51,7 +51,7 @@ def _sites(guide: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     return {name: s for name, s in sites if name not in own and not is_marked(s)}
 
 
-def _one_function(sites: dict[str, Any], part: bool = False) -> bool:
+def _one_function(sites: dict[str, Any], part: bool) -> bool:
     """Whether no latent site of another guide is among :func:`_sites`, and no minibatch but a part."""
     return all(
         site_is_subsample(s) and (part or len(s["value"]) >= s["fn"].size) for s in sites.values()
