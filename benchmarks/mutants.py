@@ -341,8 +341,8 @@ STEPS = (
     Mutant(
         "corrected draws: a proposal that is not defended",
         "diagnostics/proposal.py",
-        "defended(copula(log_p, mean, covariance), mean, covariance)",
-        "copula(log_p, mean, covariance)",
+        "self._posterior = defended(q, *(wide or (mean, covariance)), share)",
+        "self._posterior = q",
         ("../statistical/test_by_slices",),
     ),
     Mutant(
@@ -369,8 +369,8 @@ STEPS = (
     Mutant(
         "reach of scales up to d",
         "optim/natural_gradient.py",
-        "reach[1:].clamp(max=entries**0.5)",
-        "reach[1:].clamp(max=entries)",
+        "reach[1:].clamp(max=entries[0] ** 0.5)",
+        "reach[1:].clamp(max=entries[0])",
         ("test_reach",),
     ),
     Mutant(

@@ -131,7 +131,7 @@ class Family(ABC):
 
     @abstractmethod
     def init(self, loc: Tensor, scale: float) -> Tensors:
-        """Parameters of a member centred at ``loc`` (d,) with every sd equal to ``scale``."""
+        """A member centred at ``loc`` (d,), every sd equal to ``scale``; of some, each to its own."""
 
     def dim(self, params: Tensors) -> int:
         """d, the length of the latent vector; by default that of the first tensor."""

@@ -87,11 +87,16 @@ class FactorNormal(FactorFamily):
     def _roots(self, factors: Factors) -> tuple[Rows, Rows]:
         return factors.root, factors.root_transposed
 
-    def init(self, loc: Tensor, scale: float) -> Tensors:
-        # about half of every variance; rescaling the rest makes every sd exact
-        factor = self._cosines(loc) * (scale / math.sqrt(self.rank) * math.sqrt(0.5))
-        rest = scale**2 - factor.square().sum(-1)
-        return {"loc": loc.clone(), "factor": factor, "log_scale": 0.5 * rest.log()}
+    def init(self, loc: Tensor, scale: float | Tensor) -> Tensors:
+        # a quarter of every variance, about, or a twentieth where sds are known, which factors of
+        # no meaning disturb; the rest makes every sd exact
+        size = 0.1 if isinstance(scale, Tensor) else 0.5
+        scale, share = (
+            torch.ones_like(loc) * scale,
+            self._cosines(loc) * math.sqrt(size / self.rank),
+        )
+        log_scale = scale.log() + 0.5 * torch.log1p(-share.square().sum(-1))
+        return {"loc": loc.clone(), "factor": scale.unsqueeze(-1) * share, "log_scale": log_scale}
 
     def noise_dim(self, params: Tensors) -> int:
         return params["loc"].shape[-1] + self.rank
@@ -167,12 +172,12 @@ class FactorPrecisionNormal(FactorFamily):
     def _roots(self, factors: Factors) -> tuple[Rows, Rows]:
         return factors.inverse_root_transposed, factors.inverse_root
 
-    def init(self, loc: Tensor, scale: float) -> Tensors:
+    def init(self, loc: Tensor, scale: float | Tensor) -> Tensors:
         # Orthogonal columns of B that double the precision along each; at U = 0 its gradient is zero.
         # s then makes every sd exact.
         B = self._cosines(loc) * math.sqrt(2.0 / loc.shape[-1])
         variance = 1.0 - Factors(B, torch.zeros_like(loc)).leverage
-        log_precision = (variance / scale**2).log()
+        log_precision = variance.log() - 2.0 * (torch.ones_like(loc) * scale).log()
         factor = (0.5 * log_precision).exp().unsqueeze(-1) * B
         return {"loc": loc.clone(), "factor": factor, "log_precision": log_precision}
 

@@ -78,8 +78,8 @@ class FullRankNormal(NormalFamily):
     curvature_form = "dense"
     triangles: Mapping[str, int] = {"scale_tril": 0}
 
-    def init(self, loc: Tensor, scale: float) -> Tensors:
-        return {"loc": loc.clone(), "scale_tril": torch.diag(torch.full_like(loc, scale))}
+    def init(self, loc: Tensor, scale: float | Tensor) -> Tensors:
+        return {"loc": loc.clone(), "scale_tril": torch.diag(torch.ones_like(loc) * scale)}
 
     def matched(self, loc: Tensor, precision: Tensor) -> Tensors:
         """N(loc, precision^-1), for loc (d,) and precision (d, d)."""

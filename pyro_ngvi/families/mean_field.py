@@ -42,8 +42,8 @@ class MeanFieldNormal(NormalFamily):
     orthogonal_frame = True
     curvature_form = "diagonal"
 
-    def init(self, loc: Tensor, scale: float) -> Tensors:
-        return {"loc": loc.clone(), "log_scale": torch.full_like(loc, scale).log()}
+    def init(self, loc: Tensor, scale: float | Tensor) -> Tensors:
+        return {"loc": loc.clone(), "log_scale": (torch.ones_like(loc) * scale).log()}
 
     def matched(self, loc: Tensor, precision: Tensor) -> Tensors:
         """The member with the least KL(q || N(loc, precision^-1)), of ``precision`` (d, d)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,25 +17,40 @@ from .deadline import is_late
 DRAWS, COMPARED = 8, 256
 
 
+def steps_of(
+    density: Callable[[Tensor], Tensor], family: Any, params: Tensors, steps: int
+) -> Iterator[tuple[Tensors, Tensor]]:
+    """Each iterate of NGVB, and the ELBO of the one before by the draws of its step (DRAWS,)."""
+    rule = make_rule(family, averaging=False)
+    state = rule.init(params)
+    for _ in range(steps):
+        if is_late():
+            return
+        leaves = {name: v.detach().requires_grad_() for name, v in params.items()}
+        with torch.enable_grad():
+            z = family.centred_draw(leaves, torch.Size((DRAWS,)))
+            log_p, log_q = density(z), family.log_prob(params, z)
+            loss, share = (log_q - log_p).mean(), state.get("path_share")
+            if share is not None:  # of log q; the rest by the entropy, which is free of noise
+                loss = loss - (1.0 - share) * (log_q.mean() + family.entropy(leaves))
+            found = torch.autograd.grad(loss, [*leaves.values()])
+        params, state, _ = rule.update(params, dict(zip(leaves, found, strict=True)), state)
+        yield params, (log_p - log_q).detach()
+
+
 def ascended(
     density: Callable[[Tensor], Tensor], family: Any, params: Tensors, steps: int
 ) -> Tensors:
     """What so many steps of NGVB make of ``params``, of a seed of its own, if the ELBO is no lower."""
-    rule = make_rule(family, averaging=False)
 
-    def loss(q: Tensors, fixed: Tensors, n: int) -> Tensor:
-        z = family.draw(q, torch.Size((n,)))
-        return (family.log_prob(fixed, z) - density(z)).mean()
+    def elbo(q: Tensors) -> Tensor:
+        z = family.draw(q, torch.Size((COMPARED,)))
+        return (density(z) - family.log_prob(q, z)).mean()
 
     with own_random_state(apart(0)), torch.no_grad():
-        before, now, state = loss(params, params, COMPARED), params, rule.init(params)
-        for _ in range(steps):
-            if is_late():
-                break
-            leaves = {name: v.detach().requires_grad_() for name, v in now.items()}
-            with torch.enable_grad():
-                found = torch.autograd.grad(loss(leaves, now, DRAWS), [*leaves.values()])
-            now, state, _ = rule.update(now, dict(zip(leaves, found, strict=True)), state)
-        after = loss(now, now, COMPARED)
-    better = torch.isfinite(after) & ~(after > before)
+        before, now = elbo(params), params
+        for moved, _ in steps_of(density, family, params, steps):
+            now = moved
+        after = elbo(now)
+    better = torch.isfinite(after) & ~(after < before)
     return {name: torch.where(better, v, params[name]) for name, v in now.items()}

@@ -35,6 +35,11 @@ def is_asked() -> bool:
     return time.monotonic() > _ASKED.get()
 
 
+def seconds_left() -> float:
+    """That a search may take, maybe none."""
+    return min(_END.get(), _ASKED.get()) - time.monotonic()
+
+
 def is_late() -> bool:
     """Whether a search has no time left."""
-    return time.monotonic() > _END.get() or is_asked()
+    return seconds_left() < 0.0

@@ -17,7 +17,8 @@ first path are positive and f lies above its tangents at many points, it is take
 by steps on expectations (:mod:`.expectations`).
 
 **Instead**, far from the posterior, where one of several paths leads to the best or d is large: as much
-work of natural-gradient steps from the start that was to be replaced, if they reach a larger ELBO.
+work of natural-gradient steps from the start that was to be replaced, or what a mean field comes to
+from there (:mod:`.narrow`), if they reach a larger ELBO.
 
 A search stops at the time that it has to end by (:mod:`.deadline`), with what it has.
 """
@@ -72,8 +73,8 @@ class Search:
     within: float = COMPARABLE
     #: Gaussians in a row without a larger ELBO that end a path
     falling: int = 3
-    #: whether it ends without a start where log p is not concave
-    only_concave: bool = False
+    #: what goes to another member from the start to replace, instead of a few steps of its family
+    instead: Callable[[Search, Any, Tensors], Tensors | None] | None = None
 
     def __init__(self, density: LogDensity, like: Tensor) -> None:
         self.density, self.d, self.evaluations = density, len(like), 0
@@ -83,7 +84,8 @@ class Search:
         self.smoothed_ends: list[tuple[Gaussian, Gaussian]] = []
         #: whether all Hessians on the paths were positive
         self.positive = True
-        self.noise = torch.randn(FINAL, 2 * self.d, dtype=like.dtype, device=like.device)
+        rows = FINAL if self.d <= LARGEST else COMPARED
+        self.noise = torch.randn(rows, 2 * self.d, dtype=like.dtype, device=like.device)
 
     def f(self, theta: Tensor, cost: int = 1) -> Tensor:
         """-log p of points (S, d), which count as ``cost`` evaluations each."""
@@ -220,9 +222,6 @@ class Search:
             enough = near == len(reached) == STARTS or (len(reached) >= AGAIN and near >= NEAR)
             if convex or enough or self.evaluations > self.budget or is_late():
                 break
-            if self.only_concave:  # in a funnel, say, natural gradients go further
-                before = self.elbo(family, given)
-                return Found(None, tuple(reached), before, self.evaluations)
         reached += [] if convex else self.scouted(points)
         best, taken = self.final(), self.evaluations
         before, found = self.elbo(family, given), []
@@ -237,8 +236,10 @@ class Search:
             few = self.d <= FEW  # else no end of a path has been moved by steps on expectations
             if (near == 1 or not few) and not convex and best.spread > SAME and not is_late():
                 steps = taken // (DRAWS * (len(reached) if few else 2))
-                found.append(ascended(lambda z: -self.f(z), family, given, steps))
-                reached.append(self.elbo(family, found[-1]))
+                other = self.instead and self.instead(self, family, given)
+                other = other or ascended(lambda z: -self.f(z), family, given, steps)
+                found.append(other)
+                reached.append(self.elbo(family, other))
         # an ELBO may be the noise of a few draws, if q is far from the posterior
         elbos = [self.elbo(family, q, errors=2.0) for q in found]
         params = found[elbos.index(max(elbos))] if max(elbos, default=before) > before else None
@@ -338,12 +339,11 @@ def best_gaussian(
     family: Any,
     given: Tensors,
     points: Iterable[Tensor],
-    only_concave: bool = False,
+    instead: Callable[[Search, Any, Tensors], Tensors | None] | None = None,
 ) -> Found:
-    """The member of ``family`` nearest to the best Gaussian to which the ``points`` (d,) lead; none, if
-    so asked, where log p is not concave as far as one path sees."""
+    """The member of ``family`` nearest to the best Gaussian to which the ``points`` (d,) lead."""
     # no gradients of parameters of the model; those in theta are asked for
     with own_random_state(apart(0)), torch.no_grad():
         search = Search(density, given["loc"])
-        search.only_concave = only_concave
+        search.instead = instead
         return search.run(family, given, points)

@@ -85,7 +85,7 @@ class AutoFullRankNormal(AutoFamily):
     """
 
     triangle = "scale_tril"
-    starts = LAPLACE
+    starts, begins_narrow = LAPLACE, True
 
     def make_family(self) -> Family:
         return FullRankNormal()
@@ -95,6 +95,7 @@ class _WithFactors(AutoFamily):
     """A guide whose family has a rank, by default about sqrt(d) as in Pyro."""
 
     kind: Callable[[int], Any]
+    begins_narrow = True
 
     def __init__(self, model: Callable[..., Any], rank: int | None = None, **kwargs: Any) -> None:
         self._rank = rank
@@ -129,11 +130,12 @@ class AutoFactorNormal(_WithFactors):
         ...     pyro.sample("x", dist.Normal(0.0, 1.0).expand([6]).to_event(1))
         >>> guide = ngvi.AutoFactorNormal(model, rank=2)
         >>> _ = guide()
-        >>> guide.factor.shape, round(guide.get_posterior().variance[0].item(), 4)  # 0.1^2
-        (torch.Size([6, 2]), 0.01)
+        >>> guide.factor.shape, round(guide.get_posterior().variance[0].item(), 2)
+        (torch.Size([6, 2]), 1.0)
     """
 
     kind = FactorNormal
+    starts = ("map", "auto")
 
 
 class AutoFactorPrecision(_WithFactors):

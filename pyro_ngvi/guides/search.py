@@ -27,12 +27,12 @@ from .ascent import ascended
 from .centers import init_to_center
 from .deadline import ending_by
 from .found import Found
-from .laplace import LARGEST
+from .laplace import FEW, LARGEST
+from .narrow import by_mean_field, narrow
 
 #: steps of the Gaussian start
 STEPS = 200
-#: largest d for which a guide searches unasked, none at 0; with a Cholesky factor ``LARGEST``, where
-#: log p is concave
+#: largest d for which a guide takes Hessians unasked
 UNASKED = 200
 #: seconds that a search unasked may take
 PATIENCE = 20.0
@@ -131,6 +131,7 @@ def find_laplace(guide: Any, start: Tensor, given: Tensors, args: Any, kwargs: A
 
     Unasked, ``None`` unless the log joint is one function of few latent variables (no minibatch, no
     latent sites of others) that runs away from its start under ``vmap``, with no state to be loaded.
+    Above ``UNASKED`` latent variables a guide with more scales begins as a mean field (:mod:`.narrow`).
     Of a guide that begins with a part of the data, for these alone: their posterior is as wide as it is
     off, and its modes may be theirs.
     """
@@ -140,13 +141,15 @@ def find_laplace(guide: Any, start: Tensor, given: Tensors, args: Any, kwargs: A
             f'{kind}: init="laplace" takes Hessians of {d} x {d} numbers, and {LARGEST} is the most. '
             f'Leave init out, or pass init="map".'
         )
-    most = LARGEST if UNASKED > 0 and guide.family.curvature_form == "dense" else UNASKED
-    if not asked and (d > most or start.is_meta or guide._waiting_state is not None):
+    by_hessians = asked or ("laplace" in guide.starts and d <= UNASKED)
+    begins_narrow = guide.begins_narrow and (d > FEW or not by_hessians) and UNASKED > 0
+    none = not (by_hessians or begins_narrow) or start.is_meta or guide._waiting_state is not None
+    if none and not asked:
         return None
     try:
         sites = _sites(guide, args, kwargs)
-        part = guide.begins_with_part
-        if not asked and not _one_function(sites, part):
+        part = guide.begins_with_part  # of many it tells little
+        if not asked and not (_one_function(sites, part) and not (part and d > UNASKED)):
             return None
         model = _model_alone(guide, sites)
         model = _Alone()(model) if part else model
@@ -154,8 +157,11 @@ def find_laplace(guide: Any, start: Tensor, given: Tensors, args: Any, kwargs: A
         with own_random_state():  # a prototype draws
             density = _density_alone(model, start, args, kwargs)
             with ending_by(math.inf if asked else time.monotonic() + PATIENCE):
-                how = {"only_concave": True} if not asked and d > UNASKED else {}
-                found = guide.search(density, guide.family, given, points, **how)
+                if by_hessians:
+                    how = {"instead": narrow} if begins_narrow else {}
+                    found = guide.search(density, guide.family, given, points, **how)
+                else:
+                    found = by_mean_field(density, guide.family, given)
             found = replace(found, apart=()) if part else found
     except Exception:
         if asked:

@@ -92,6 +92,8 @@ class FirstCall(MadeAtFirstCall, AutoContinuous):
 
     #: what ``init`` may be besides ``None``
     starts: tuple[str, ...] = ("map",)
+    #: whether "auto" takes it to where a mean field comes: its family takes an sd for each entry
+    begins_narrow = False
     #: the search behind "laplace" and "auto"
     search: Callable[..., Found] = staticmethod(best_gaussian)
     #: after a search for a Gaussian: what it saw, in words by ``str``
@@ -120,7 +122,7 @@ class FirstCall(MadeAtFirstCall, AutoContinuous):
         if init == "auto":
             # who says where to start is taken at their word
             given = init_scale is not None or init_loc_fn is not init_to_center
-            init = None if given or "laplace" not in self.starts else init
+            init = None if given or "auto" not in self.starts else init
         super().__init__(HidesMarked()(model), init_loc_fn=init_loc_fn)
         self.take_name(name)
         self.family = self.make_family()

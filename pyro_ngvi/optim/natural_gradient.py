@@ -29,9 +29,10 @@ With c the cosine, in the Fisher metric, between this natural gradient and the o
     r_k = 1.4 r_{k-1}  if c > 0.6, now and a step ago, and the radius shortened the last move,
           0.6 r_{k-1}  if c < 0.2,
 
-and never below 1; of scales, whose metric changes faster, 0.95 and 0.55 are asked.  It goes up to d for
-a location, to sqrt(d) for scales, where every sd changes e-fold, and to sqrt(D) for one block of all D
-coordinates: d latent variables that are one sd off each are sqrt(d) away together.
+and never below 1; of scales, whose metric changes faster, 0.95 and 0.55 are asked, of independent ones
+0.7 and 0.3.  It goes up to d for a location, to sqrt(d) for scales, where every sd changes e-fold, and
+to sqrt(D) for one block of all D coordinates: d latent variables that are one sd off each are sqrt(d)
+away together.
 
 **Outliers.**  |G|_typical is the geometric mean of the last ten or so lengths, at least 1 nat^(1/2).
 
@@ -80,8 +81,9 @@ PATIENCE = 3.0
 NARROW = 0.8
 #: cosines of successive gradients above which the reach grows, below which it shrinks, and factors
 AGREE, DISAGREE, GROW, SHRINK = 0.6, 0.2, 1.4, 0.6
-#: by so much higher cosines are asked of scales, whose few large entries may agree by chance
-STRICTER = 0.35
+#: by so much higher cosines are asked of scales, of matrices from a few draws, whose few large entries
+#: may agree by chance, and of independent ones
+STRICTER = 0.35, 0.1
 
 
 class Schedule(Protocol):
@@ -300,14 +302,14 @@ class NaturalGradientRule(Rule):
     ) -> tuple[Tensor, Tensor]:
         """r_k of each block, and whether its cosine is high."""
         reach, first = state["reach"], cosine.clone()
+        entries = [float(sum(direction[name].numel() for name in names)) for names in blocks]
         if len(blocks) > 1:
-            first[1:] -= STRICTER
+            first[1:] -= STRICTER[0] if entries[1] > entries[0] else STRICTER[1]
         agrees = first > AGREE
         longer = torch.where(agrees, state["growth"] * reach, reach)
         reach = torch.where(first < DISAGREE, SHRINK * reach, longer).clamp_min(1.0)
-        entries = float(sum(direction[name].numel() for name in blocks[0]))
-        first_reach = reach[:1].clamp(max=entries if len(blocks) > 1 else entries**0.5)
-        return torch.cat([first_reach, reach[1:].clamp(max=entries**0.5)]), agrees
+        first_reach = reach[:1].clamp(max=entries[0] if len(blocks) > 1 else entries[0] ** 0.5)
+        return torch.cat([first_reach, reach[1:].clamp(max=entries[0] ** 0.5)]), agrees
 
     def _natural_direction(
         self, blocks: Any, params: Tensors, grads: Tensors, curvature: Any

@@ -439,7 +439,7 @@ def test_what_it_refuses() -> None:
         ValueError, match='AutoMeanFieldNormal: init="laplace" takes Hessians of 1001'
     ):
         started(ngvi.AutoMeanFieldNormal, wide)
-    with pytest.raises(ValueError, match="init must be None or \"map\", got 'laplace'"):
+    with pytest.raises(ValueError, match='init must be None or "map" or "auto", got \'laplace\''):
         ngvi.AutoFactorNormal(wide, init="laplace")
 
 
@@ -498,7 +498,7 @@ def test_it_does_not_search_with(case: str) -> None:
     )
 
 
-def test_it_does_not_search_many_latent_variables() -> None:
+def test_a_mean_field_does_not_search_many_latent_variables() -> None:
     def model(d: int) -> None:
         pyro.sample("z", dist.Normal(torch.zeros(d), 2.0).to_event(1))
 
@@ -507,7 +507,7 @@ def test_it_does_not_search_many_latent_variables() -> None:
         (mean_field, UNASKED, True),
         (mean_field, UNASKED + 1, False),
         (full_rank, UNASKED + 1, True),
-        (full_rank, LARGEST + 1, False),
+        (full_rank, LARGEST + 1, True),
     ):
         guide = kind(model)
         guide(d)
@@ -537,7 +537,7 @@ def test_many_coefficients_start_near_the_best_gaussian() -> None:
     best = dist.MultivariateNormal(m, V)
     guide = ngvi.AutoFullRankNormal(model)
     guide()
-    assert guide.start_report is not None and guide.start_report.concave
+    assert guide.start_report is not None
     # Laplace's approximation is 25 nats off
     found = dist.MultivariateNormal(guide.loc.detach(), scale_tril=guide.scale_tril.detach())
     assert float(kl_divergence(found, best)) < 1.0

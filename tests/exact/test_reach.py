@@ -174,11 +174,17 @@ def test_the_reach_of_a_location_goes_up_to_d_and_that_of_scales_to_its_root() -
     torch.testing.assert_close(found[-1], torch.tensor([4.0, 2.0]))
 
 
-def test_scales_are_asked_for_more_agreement_than_a_location() -> None:
-    """A cosine of 0.8 lets the one grow, and not the others; one of 0.5 lowers these only."""
-    family = MeanFieldNormal()
+@pytest.mark.parametrize(
+    ("family", "grows", "stays", "falls"),
+    [(MeanFieldNormal(), 0.75, 0.65, 0.25), (FullRankNormal(), 0.97, 0.8, 0.5)],
+)
+def test_scales_are_asked_for_more_agreement_than_a_location(
+    family: NormalFamily, grows: float, stays: float, falls: float
+) -> None:
+    """Of d independent ones 0.7 and 0.3, of d^2 0.95 and 0.55; of the location 0.6 and 0.2."""
     params = family.init(torch.zeros(4), 1.0)
     rule = NaturalGradientRule(family, schedule=Constant(1.0))
+    scales = family.names[1]
 
     def reach_after(cosines: list[float]) -> Tensor:
         state, angle = rule.init(params), torch.zeros(())
@@ -186,13 +192,15 @@ def test_scales_are_asked_for_more_agreement_than_a_location() -> None:
             angle = angle + torch.tensor(c).acos()
             g = 1e9 * torch.stack([angle.cos(), angle.sin(), 0 * angle, 0 * angle])
             # at one q: with sds of 1 and a metric of 1 and 2 both blocks keep these angles
-            _, state, _ = rule.update(params, {"loc": g, "log_scale": g}, state)
+            of_scales = g if params[scales].dim() == 1 else torch.diag(g)
+            _, state, _ = rule.update(params, {"loc": g, scales: of_scales}, state)
         return state["reach"]
 
-    torch.testing.assert_close(reach_after([0.8, 0.8]), torch.tensor([1.4, 1.0]))
+    torch.testing.assert_close(reach_after([grows, grows]), torch.tensor([1.4, 1.4]))
+    torch.testing.assert_close(reach_after([stays, stays]), torch.tensor([1.4, 1.0]))
     torch.testing.assert_close(reach_after([1.0, 1.0, 1.0]), torch.tensor([1.4**2, 1.4**2]))
     torch.testing.assert_close(
-        reach_after([1.0, 1.0, 1.0, 0.5]), torch.tensor([1.4**2, 0.6 * 1.4**2])
+        reach_after([1.0, 1.0, 1.0, falls]), torch.tensor([1.4**2, 0.6 * 1.4**2])
     )
 
 
