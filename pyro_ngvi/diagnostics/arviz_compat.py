@@ -91,9 +91,11 @@ def elpd_data(
     dims: Mapping[str, int],
     draws: int,
     by_guide: tuple[int, float] = (0, 0.0),
+    latent: int = 0,
 ) -> Any:
     """What ``arviz.loo`` returns of log p(y_i | y_-i) (N,), log p(y_i | y) and k-hats; its warning, by
-    how many k-hats are large by tails of a guide, and the k-hat of these with all data."""
+    how many k-hats are large by tails of a guide, the k-hat of these with all data, and how many latent
+    variables there are."""
     import xarray as xr
 
     def shaped(x: np.ndarray) -> Any:
@@ -115,10 +117,15 @@ def elpd_data(
             "the posterior depends on them. Look at them, refit without them, or give the model "
             "heavier tails."
         )
-        if 2 * bad > terms.size:
+        if 2 * bad > terms.size and latent >= terms.size:
             why = (
                 "no estimate where each has latent variables of its own. Integrate these out "
-                "(loo_units), or leave out groups."
+                "(AutoHierarchical, loo_units), or leave out groups."
+            )
+        elif 2 * bad > terms.size:
+            why = (
+                "no estimate: most of these decide the posterior. Refit without each in turn, or give "
+                "tighter priors."
             )
         if others >= bad:
             why = (

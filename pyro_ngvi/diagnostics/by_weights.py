@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from ..guides import AutoFullRankNormal
 from ..hierarchy import AutoHierarchical
 from ..hierarchy.whole import Whole
 from ..runtime.run import CannotBatch
-from .correction import MORE, MOST_DRAWS, POOL, moved_by_weights
+from .correction import MORE, MOST_DRAWS, POOL, Corrected, moved_by_weights
 from .diagnosis import Diagnosis
 from .draws import MOST_DOUBLES, Fitted, random_state
+from .elsewhere import moments
 from .khat import EVEN, HALF, KHat
 from .proposal import proposal
 from .verdict import PATIENCE
@@ -42,6 +44,14 @@ def times_for_loo(guide: Any) -> int:
     return POOL if isinstance(getattr(guide, "collapsed", None), Whole) else 1
 
 
+def for_loo(word: Any) -> Corrected | None:
+    """What judged few latent variables, whose tails are longer than a good guide's."""
+    exact: Any = getattr(word, "exact", None)
+    if exact is None or not isinstance(exact[0].collapsed, Whole):
+        return None
+    return Corrected(exact[0], exact[1], word.verdict)
+
+
 def by_weights(
     model: Any,
     guide: Any,
@@ -65,14 +75,16 @@ def by_weights(
     if judged is None:
         return None
     sites, unconstrained, exact = judged
+    weights = replace(weights, missed=None)  # r is there too
     return Diagnosis(sites, unconstrained, weights, float("nan"), exact=exact)
 
 
 def _by_slices(model: Any, guide: Any, args: Any, kwargs: Any, known: KHat, patience: float) -> Any:
     """:func:`.moved_by_weights`, of a model all of whose latent variables are globals, few of them.
 
-    A tail that is so long that a few draws make the sd is none of theirs, nor are other modes."""
-    if known.other_modes or known.rounded or known.ess == 0.0 or (known.missed or 0.0) > 0.0:
+    A tail that is so long that a few draws make the sd is none of theirs, nor are other modes, but for
+    those that draws of the prior are in."""
+    if known.other_modes or known.rounded or known.ess == 0.0:
         return None
     # a support that depends on a latent site has no slices, say
     with suppress(ValueError, RuntimeError, CannotBatch):
@@ -86,8 +98,12 @@ def _by_slices(model: Any, guide: Any, args: Any, kwargs: Any, known: KHat, pati
         held = sum(site["value"].numel() for site in fitted.in_sum.values())
         room = MOST_DOUBLES / max(1, held)
         whole = Whole(model, guide, args, kwargs, fitted.joint, room)
+        missed = (known.missed or 0.0) > 0.0
+        wide = moments(fitted, whole.layout) if missed else None
+        if missed and wide is None:
+            return None
         for _ in range(TRIES):
-            better = proposal(whole)
+            better = proposal(whole, wide=wide)
             judged = moved_by_weights(model, guide, args, kwargs, draws, better)
             if judged is None:
                 break

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
+from torch import Tensor
+
 from ..hierarchy import ExactUnits
 from .correction import Corrected, decision_on
 from .khat import HALF, KHat
 from .moved import Moved
 from .shifts import BOUNDS, COARSE_MEAN, COARSE_SD, ROUGH, ROUGH_END, right_to
+from .weights import share_missed
 
 #: k-hat above which weights know of mass that chains may not have reached: they have no mean; of more
 #: latent variables than so many, errors within the bounds add up to such weights
@@ -34,6 +37,7 @@ class Diagnosis:
         accepted: share of trajectories that were accepted, after adaptation; NaN without chains.
         modes: of a mixture, how many have chains of their own; ``sites`` are then (modes, ...).
         exact: where corrected draws have judged, not chains, their guide and weights.
+        ends: where chains have, and weights are of no use, their last states, latent sites by name.
 
     Example:
         >>> import pyro, pyro.distributions as dist, pyro_ngvi as ngvi
@@ -49,6 +53,7 @@ class Diagnosis:
     accepted: float
     modes: int = 1
     exact: tuple[ExactUnits, KHat] | None = field(default=None, repr=False)
+    ends: dict[str, Tensor] | None = field(default=None, repr=False)
 
     @property
     def integrated(self) -> bool:
@@ -186,7 +191,8 @@ class Diagnosis:
                 f"supports of its latent sites have them"
             )
         elif not wrong and self._missed:
-            where = f"draws of the prior show {self.khat.missed:.1f} nats more: a mode was missed"
+            missed = share_missed(self.khat.missed or 0.0)
+            where = f"draws of the prior show {missed}: a mode was missed"
         elif not wrong and not self.ok:
             k, share = self.khat.khat, self.khat.ess / len(self.khat.log_weights)
             figures = f"(k-hat {k:.2f}, worth {share:.1%} of the draws)"

@@ -16,6 +16,7 @@ from .weights import (
     Tail,
     find_tail,
     log_sum_exp,
+    share_missed,
     smoothed,
 )
 
@@ -268,9 +269,8 @@ class KHat:
             )
         if self.reliable and (self.missed or 0.0) > 0.0:
             return (
-                f"Not usable: draws from the prior show at least {self.missed:.1f} nats more "
-                f"evidence than the guide's. It misses a mode, or a long tail: start elsewhere, or "
-                f"take a richer guide ({figures})."
+                f"Not usable: draws from the prior show {share_missed(self.missed or 0.0)}. It misses "
+                f"a mode, or a long tail: start elsewhere, or take a richer guide ({figures})."
             )
         if self.reliable:
             few = ", and the weights rest on few draws" if self.ess < FEWEST * draws else ""

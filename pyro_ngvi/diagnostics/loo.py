@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from textwrap import shorten
 from typing import Any
 
@@ -52,12 +53,13 @@ def loo(
     .. math:: \log p(y_i | y_{-i}) \approx \log \sum_s w_{is} p(y_i | z_s), \quad \sum_s w_{is} = 1.
 
     ``arviz.loo`` of the guide's draws leaves p / q out, as is done here only where p / q is of no use,
-    :class:`KHat` "unusable".  Where p / q is the same in practice at all draws, k-hat of a datum is of
-    1 / p(y_i | z_s) alone.  Under ``poutine.scale`` c it is p(y_i | z)^c that is left out.  Where a
-    k-hat is too large 16 times as many draws decide, if they and the data are no more than 5 * 10^7
-    numbers (draws of units by quadrature, if they take 15 s at most).  Masked data are no data.  Not
-    for data that depend on each other given the latent variables, nor for leaving out units of a
-    hierarchy (:func:`loo_units`).
+    :class:`KHat` "unusable".  Where chains have judged such a guide their last states are the draws:
+    tails of a guide may be too light to show how far the data without one of them lead.  Where p / q
+    is the same in practice at all draws, k-hat of a datum is of 1 / p(y_i | z_s) alone.  Under
+    ``poutine.scale`` c it is p(y_i | z)^c that is left out.  Where a k-hat is too large 16 times as
+    many draws decide, if they and the data are no more than 5 * 10^7 numbers (draws of units by
+    quadrature, if they take 15 s at most).  Masked data are no data.  Not for data that depend on each
+    other given the latent variables, nor for leaving out units of a hierarchy (:func:`loo_units`).
 
     Args:
         model: the Pyro model.
@@ -112,9 +114,15 @@ def loo(
             warnings.warn(shorten(words, 240, placeholder=" ..."), RuntimeWarning, stacklevel=2)
         elif weights.rounded:
             warnings.warn(f"loo: {weights.rounded}", RuntimeWarning, stacklevel=2)
+        ends = None if weigh else getattr(verdict, "ends", None)
+        if ends is not None:
+            num_samples = len(next(iter(ends.values())))
+            even = torch.zeros(num_samples, dtype=torch.float64)
+            draws = replace(draws, values=ends, log_q=even, log_joint=even)
         found = _left_out(fitted, draws, name, rows, powers, weigh, batch_size)
         # units that are drawn by quadrature may cost too much for that
         patient = not isinstance(guide, ExactUnits) or MORE * fitted.seconds <= PATIENCE
+        patient &= ends is None
         if found[3].any() and patient and may_draw_more(fitted, draws):
             num_samples *= MORE
             draws = fitted.draw(num_samples, batch_size)
@@ -122,7 +130,8 @@ def loo(
     if found.shape[1] > len(rows):  # with those of other processes
         shape = {f"{name}_seen": found.shape[1]}
     by_guide = int(found[4].sum()), draws.weights.khat
-    return elpd_data(found[0], found[1], found[2], shape, num_samples, by_guide)
+    latent = sum(x[0].numel() for x in draws.values.values())
+    return elpd_data(found[0], found[1], found[2], shape, num_samples, by_guide, latent)
 
 
 def _left_out(
@@ -210,7 +219,9 @@ def _site_of(fitted: Fitted, var_name: str | None) -> str:
         raise ValueError(f"var_name is {var_name!r}; the sites with a likelihood are {names}.")
     if var_name is None and len(names) != 1:
         some = f"choose one of {names} by var_name"
-        if not names:
+        if not names and sites_of_kind(fitted.in_sum, "observed"):
+            some = "the data share an enumerated variable, and none is alone"
+        elif not names:
             some = "loo needs data in a plate, and pyro.factor has none"
         elif len(names) > FEW:
             some = "put the data of a series into one site in a plate, or choose a site by var_name"

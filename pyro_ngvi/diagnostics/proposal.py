@@ -23,7 +23,7 @@ from ..hierarchy.marginal import MOST, ORDERS, point_count
 from ..hierarchy.whole import Whole
 from ..runtime.density import LatentLayout
 from ..runtime.model_density import NaNWhereSingular, batched_trace
-from .defence import defended
+from .defence import SEVERAL, SHARE, defended
 from .draws import guide_draws
 from .khat import EVEN, KHat, khat_from_log_weights
 from .slices import copula
@@ -57,8 +57,11 @@ def refined(model: Collapsed | Whole, draws: int = DRAWS) -> ExactUnits:
     return exact
 
 
-def proposal(model: Collapsed | Whole, draws: int = DRAWS) -> ExactUnits:
-    """With that r(v) of the smallest k-hat among a few."""
+def proposal(
+    model: Collapsed | Whole, draws: int = DRAWS, wide: tuple[Tensor, Tensor] | None = None
+) -> ExactUnits:
+    """With that r(v) of the smallest k-hat among a few; its long tails are of the ``wide`` mean and
+    covariance, where given, that of other modes too."""
     layout, tried = model.layout, []
     theta, log_q = _drawn(ExactUnits(model), layout, max(draws, EACH * layout.dim))
     theta = theta[log_q.isfinite()]
@@ -66,12 +69,12 @@ def proposal(model: Collapsed | Whole, draws: int = DRAWS) -> ExactUnits:
     if bool((theta == theta[0]).all(0).any()):  # a guide that is a point in some of them
         return ExactUnits(model)
     for _ in range(ROUNDS):
-        guide = ExactUnits(model, _Sliced(model, layout, mean, covariance))
+        guide = ExactUnits(model, _Sliced(model, layout, mean, covariance, wide))
         theta, weights = weighted_globals(guide, layout, draws)
         d = layout.dim
         tried.append((weights.khat, guide))
         few = weights.ess < MIN_DRAWS + d * (d + 1) / 2
-        if is_light(weights) or few:
+        if is_light(weights) or few or wide is not None:  # slices are of one mode
             break
         w = torch.from_numpy(weights.psis_log_weights).to(theta).exp()
         mean = w @ theta
@@ -114,7 +117,12 @@ class _Sliced(AutoContinuous):
     """The globals by slices of their density through a Gaussian, :func:`.slices.copula`, defended."""
 
     def __init__(
-        self, model: Collapsed | Whole, layout: LatentLayout, mean: Tensor, covariance: Tensor
+        self,
+        model: Collapsed | Whole,
+        layout: LatentLayout,
+        mean: Tensor,
+        covariance: Tensor,
+        wide: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         super().__init__(model, init_loc_fn=init_to_center)
 
@@ -122,7 +130,9 @@ class _Sliced(AutoContinuous):
             _, log_det = layout.unpack_with_log_det(theta)
             return log_density(model, layout, theta) + log_det
 
-        self._posterior = defended(copula(log_p, mean, covariance), mean, covariance)
+        q = copula(log_p, mean, covariance)
+        share = SHARE if wide is None else SEVERAL
+        self._posterior = defended(q, *(wide or (mean, covariance)), share)
         with torch.no_grad():
             self()
 

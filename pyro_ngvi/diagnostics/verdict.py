@@ -17,6 +17,7 @@ from ..optim.host import find_blocks
 from ..runtime.density import LatentLayout, Sites, site_log_prob, to_unconstrained
 from ..runtime.model_density import map_draws
 from .draws import Draws, Fitted, random_state, sites_of_kind
+from .elsewhere import mass_elsewhere
 from .khat import EVEN, FEWEST, HALF, KHat
 from .mirrors import mirrored
 from .rounding import rounded, warn_of_rounding
@@ -142,6 +143,9 @@ def judge(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> KHat:
                 most = prior.log + (math.log1p(2.0 * prior.error) if more_tell else 0.0)
                 if most < of_guide.log + NOTICED or (missed > 0.0 and count > few):
                     break
+            unseen = missed is not None and not (missed > 0.0 or found.other_modes)
+            if unseen and more and cheap and joints is None:
+                missed = mass_elsewhere(fitted, draws, of_guide, batch_size) or missed
         spread = log_ratio.std(ddof=1) if np.isfinite(log_ratio).all() else np.nan
         with torch.no_grad():  # some guides estimate a constant in log q
             error = float(getattr(fitted.guide.func, "log_q_error", float)())

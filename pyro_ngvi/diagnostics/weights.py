@@ -180,15 +180,28 @@ def missed_nats(prior: Evidence, guide: Evidence) -> float:
     return max(by_markov, by_error - NOTICED)
 
 
-def prior_evidence(
+def share_missed(nats: float) -> str:
+    """What so many nats of evidence more than the guide's are of the mass, in words."""
+    share = -100.0 * float(np.expm1(-nats))
+    return f"at least {min(share, 99.0):.2g} % of the mass where the guide has next to none"
+
+
+def prior_evidence(*args: Any, **kwargs: Any) -> Evidence | None:
+    """The mean likelihood over draws of the prior, of :func:`prior_weights`, if there are any."""
+    found = prior_weights(*args, **kwargs)
+    return None if found is None else evidence_of(found[0].cpu().numpy())
+
+
+def prior_weights(
     model: Callable[[], Any],
     latent: Collection[str],
     num_samples: int,
     batch_size: int | None = None,
     joints: Callable[[], Iterable[tuple[float, Any]]] | None = None,
-) -> Evidence | None:
-    """The mean likelihood over draws of the prior; ``None`` where it cannot be drawn from.  ``joints``
-    give the model of each minibatch with its share, where ``model`` is one of them."""
+) -> tuple[Tensor, dict[str, Tensor]] | None:
+    """Log likelihoods (S,) at draws of the prior, and these (S, *shape); ``None`` where it cannot be
+    drawn from.  ``joints`` give the model of each minibatch with its share, where ``model`` is one of
+    them."""
 
     def likelihood(sites: Sites) -> tuple[Tensor, dict[str, Tensor]]:
         terms = {name: site_log_prob(site) for name, site in sites.items()}
@@ -196,7 +209,7 @@ def prior_evidence(
         # what the draws came from: a masked prior is improper and still draws
         drawn_from = [-terms[name][0].double().sum() for name in latent]
         log_weight = torch.stack([*log_joint, *drawn_from]).sum()
-        return log_weight, {name: sites[name]["value"] for name in latent if joints}
+        return log_weight, {name: sites[name]["value"] for name in latent}
 
     with own_random_state(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # far from the posterior models may warn of anything
@@ -208,4 +221,4 @@ def prior_evidence(
                 found = torch.stack(each).sum(0)
         except Exception:  # improper priors; models that fail far from the posterior, in any way
             return None
-    return evidence_of(torch.where(torch.isfinite(found), found, -torch.inf).cpu().numpy())
+    return torch.where(torch.isfinite(found), found, -torch.inf), values

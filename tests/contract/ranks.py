@@ -359,7 +359,7 @@ def in_one_call(path: Path) -> dict[str, Any]:
         return ngvi.fit(model, *ngvi.distributed.shard(*data()), **how, **options)
 
     done = fit()
-    vars(done)["verdict"] = done.khat  # one process alone would correct the draws
+    vars(done)["_word"] = done.khat  # one process alone would correct the draws
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # k-hat of a datum
         loo = done.loo()

@@ -369,6 +369,30 @@ def test_a_model_without_data_in_a_plate() -> None:
         loo(factor, guide, torch.zeros(4))
 
 
+def test_data_that_share_an_enumerated_variable_have_no_term_each() -> None:
+    def switch(data: Tensor) -> None:
+        m = pyro.sample("m", dist.Normal(torch.zeros(2), 3.0).to_event(1))
+        t = pyro.sample("t", dist.Categorical(torch.ones(8)), infer={"enumerate": "parallel"})
+        with pyro.plate("data", 8):
+            mean = torch.where(torch.arange(8) < t, m[0], m[1])
+            pyro.sample("y", dist.Normal(mean, 1.0), obs=data)
+
+    def guide(data: Tensor) -> None:
+        pyro.sample("m", dist.Normal(torch.zeros(2), 0.5).to_event(1))
+
+    with pytest.warns(UserWarning, match="share an enumerated variable"):
+        with pytest.raises(ValueError, match="the data share an enumerated variable, and none"):
+            loo(switch, guide, torch.arange(8.0))
+
+
+@pytest.mark.parametrize(("latent", "words"), [(9, "loo_units"), (3, "Refit without each")])
+def test_why_most_data_have_no_estimate(latent: int, words: str) -> None:
+    terms = np.full(9, -1.0)
+    with pytest.warns(UserWarning, match=words) as told:
+        elpd_data(terms, terms, np.full(9, 2.0), {"data": 9}, 1000, latent=latent)
+    assert len(str(told[0].message)) <= 240
+
+
 def test_the_random_state_is_left_alone() -> None:
     before = torch.get_rng_state()
     loo(crossed, guide_of(0.1, 1.0), DATA, num_samples=200, seed=1)

@@ -58,7 +58,7 @@ def test_quantiles_rise_come_back_and_have_their_derivative(dtype: torch.dtype) 
 def test_a_defended_proposal_is_a_distribution_of_both_parts() -> None:
     mean, root = torch.tensor([1.0, -2.0]).double(), torch.tensor([[0.5, 0.0], [0.3, 0.2]]).double()
     q = dist.Normal(mean, 0.01).to_event(1)
-    both = defended(q, mean, root @ root.mT)
+    both = defended(q, mean, root @ root.mT, SHARE)
     z = torch.linspace(-60.0, 60.0, 2401).double()
     x = mean + torch.cartesian_prod(z, z) @ root.mT
     t = both.parts[1].log_prob(x).exp()
