@@ -17,7 +17,7 @@ from pyro.infer import SVI, autoguide
 from pyro.infer.autoguide import AutoGuide
 from pyro.optim import PyroOptim
 from torch import nn
-from torch.distributions import biject_to
+from torch.distributions import biject_to, constraints
 
 from .. import guides, hierarchy, metric, optim, sites
 from ..distributions import GaussianProcess, GaussianStateSpace
@@ -27,7 +27,7 @@ from ..hierarchy.find import NumbersUntold, find_units
 from ..linalg.host import own_random_state
 from ..losses import BatchedELBO
 from ..optim.host import find_blocks
-from ..runtime.density import innermost, is_latent, is_minibatch, site_kind
+from ..runtime.density import innermost, is_latent, is_minibatch, plain_support, site_kind
 from ..runtime.pyro_adapter import is_marked
 from ..runtime.run import look
 from ..runtime.store import ModuleParams, OwnName, claim_name, rename, traced_params
@@ -61,8 +61,9 @@ PROCESSES = GaussianProcess, GaussianStateSpace
 
 class Structure:
     """What a run of a model tells: ``d`` latent variables, numbers of all ``data``, the name of a
-    latent ``process``, whether these are the ``whole`` data, none of which stands for others, and
-    whether it ``has_params`` that are trained beside the guide's."""
+    latent ``process``, whether these are the ``whole`` data, none of which stands for others, plates
+    of latent variables that take a ``part`` of their units, whether a latent variable ``is_free`` to be
+    any real number, and whether it ``has_params`` that are trained beside the guide's."""
 
     def __init__(self, model: Any, args: Any, kwargs: Any) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
@@ -73,7 +74,8 @@ class Structure:
         own = model.parameters() if isinstance(model, nn.Module) else ()
         self.has_params = any(p.requires_grad for p in (*own, *traced_params(seen)))
         latents = [s for s in found.values() if is_latent(s) and not is_marked(s)]
-        latents = [s for s in latents if not s["fn"].support.is_discrete]
+        self.discrete = [s["name"] for s in latents if s["fn"].support.is_discrete]
+        latents = [s for s in latents if s["name"] not in self.discrete]
         self.sizes = {
             s["name"]: biject_to(s["fn"].support).inv(s["value"]).numel() for s in latents
         }
@@ -82,7 +84,10 @@ class Structure:
         self.process = next(iter(priors), None)
         self.data, kinds = 0.0, {name: site_kind(s) for name, s in found.items()}
         self.is_prior = not {"observed", "factor"} & set(kinds.values())
-        self.whole = not any(map(is_minibatch, found.values()))
+        plates = {name: site for name, site in found.items() if is_minibatch(site)}
+        inside = {frame.name for s in latents for frame in s["cond_indep_stack"]}
+        self.whole, self.part = not plates, {n: s for n, s in plates.items() if n in inside}
+        self.is_free = any(plain_support(s["fn"].support) is constraints.real for s in latents)
         for site in (s for s in found.values() if kinds[s["name"]] == "observed"):
             shares = (f.size / f.full_size for f in site["cond_indep_stack"])
             self.data += torch.as_tensor(site["value"]).numel() / math.prod(shares)
@@ -100,6 +105,12 @@ class Structure:
 
     def guide(self, free: bool = True) -> tuple[Any, str]:
         """The guide to begin with, and why; ``free``: whether rule and loss may be those of sites."""
+        for name in self.discrete:
+            raise ValueError(
+                f"The latent site {name!r} is discrete. If it is data, pass them; else mark it "
+                f'infer={{"enumerate": "parallel"}}, which sums it out, of an infinite support as a '
+                f"Categorical up to a bound."
+            )
         if self.process is not None and self.suits_sites:
             return sites.AutoSites, f"for the process {self.process}"
         units = self.units

@@ -273,8 +273,9 @@ def fit(
         args: its arguments, with the data, and ``kwargs``.
         guide: a guide, a class of guides, or the name of one of this package or of Pyro; ``"auto"`` for
             the best of several: the one that would be chosen, for a minute at first, a mixture where
-            several modes were seen, :class:`~pyro_ngvi.AutoHierarchical` where there are units, and
-            :class:`~pyro_ngvi.AutoCouplingFlow` up to 100 latent variables, until one is good.
+            several modes were seen, :class:`~pyro_ngvi.AutoHierarchical` where there are units,
+            :class:`~pyro_ngvi.AutoExponentialFamily` where all latent variables are rates, shares or
+            the like, and :class:`~pyro_ngvi.AutoCouplingFlow` up to 100 of them, until one is good.
         optim: as for :func:`pyro_ngvi.advise`; so ``loss`` and ``num_particles``.
         data: minibatches: a ``DataLoader``, or another iterable that can be gone through again, of
             tuples of arguments.  ``args`` are then those of all data, for what is read afterwards;

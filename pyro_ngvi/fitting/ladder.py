@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..diagnostics import Corrected
-from ..guides import AutoCouplingFlow, AutoMixtureNormal
+from ..guides import AutoCouplingFlow, AutoExponentialFamily, AutoMixtureNormal
 from ..guides.found import SHARE, held
 from ..hierarchy import AutoHierarchical
 from ..runtime.density import LatentLayout
@@ -66,6 +66,8 @@ def climb(structure: Structure, fit: Callable[..., Any], max_time: float | None)
     choices, total = [structure.guide()[0]], math.inf if max_time is None else max_time
     if structure.units is not None and AutoHierarchical not in choices:
         choices.append(AutoHierarchical)
+    if not structure.is_free:
+        choices.append(AutoExponentialFamily)
     if structure.d <= FLOW:
         choices.append(AutoCouplingFlow)
     if len(choices) > 1 and structure.has_params:

@@ -14,11 +14,12 @@ from torch import Tensor
 from .. import diagnostics
 from ..diagnostics import Corrected, Diagnosis, KHat
 from ..diagnostics.by_chains import by_chains
-from ..diagnostics.by_weights import by_weights, can_be_corrected, times_for_loo
+from ..diagnostics.by_weights import by_weights, can_be_corrected, for_loo, times_for_loo
 from ..diagnostics.correction import resampled
 from ..diagnostics.draws import guide_draws, random_state
 from ..distributed.processes import is_alone
 from ..linalg.host import own_random_state
+from ..runtime.checks import refuse_minibatches
 from ..runtime.told_in import told_in
 from ..runtime.waiting import bars_if
 from .advice import Structure
@@ -147,8 +148,11 @@ class Result:
     def verdict(self) -> KHat | Diagnosis | Corrected:
         """Whether to believe what is read: the word on the guide, or on corrected draws where the
         guide's own show errors; all have ``decision``, ``ok`` and ``verdict``."""
-        found = word_on(self)
-        return getattr(found, "corrected", None) or found
+        return getattr(self._word, "corrected", None) or self._word
+
+    @cached_property
+    def _word(self) -> KHat | Diagnosis:
+        return word_on(self)
 
     @property
     def _source(self) -> Any:
@@ -263,12 +267,15 @@ class Result:
         alone."""
         self._need_all_data()
         if var_name not in self._loo:
-            draws = times_for_loo(self._source) * self._draws
-            how: Any = {"num_samples": draws, "var_name": var_name, "seed": 0}
+            source, how = self._source, {"var_name": var_name, "seed": 0}
             with suppress(ValueError):  # there is none of a guide that is a point in some sites
                 how["verdict"] = self.verdict
+                better = for_loo(self._word)
+                if better is not None and self.verdict.ok:
+                    source, how["verdict"] = better.guide, better
+            how["num_samples"] = times_for_loo(source) * self._draws
             self._loo[var_name] = diagnostics.loo(
-                self._call[0], self._source, *self.args, **how, **self.kwargs
+                self._call[0], source, *self.args, **how, **self.kwargs
             )
         return self._loo[var_name]
 
@@ -276,7 +283,10 @@ class Result:
 
     def sample(self, num_samples: int = 1000, seed: int | None = None) -> dict[str, Tensor]:
         """Draws (num_samples, ...) of the latent sites, by name; corrected where :attr:`idata` is.
-        With a ``seed`` they are always the same; without, the random state moves on."""
+        With a ``seed`` they are always the same; without, the random state moves on.  A ``ValueError``
+        where each draw has other units of a plate, that of a minibatch of the model's own."""
+        if not self._is_stream:
+            refuse_minibatches(self._structure.part, self._structure.part)
         source = self._source
         with random_state(seed):
             if source is not self.guide:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..diagnostics import Diagnosis, KHat
-from ..diagnostics.by_weights import by_weights
+from ..diagnostics.by_weights import by_weights, can_be_corrected
 from ..diagnostics.correction import doubt_of
 from ..diagnostics.verdict import PATIENCE
 from ..hierarchy import AutoHierarchical
@@ -24,10 +24,10 @@ SUMMED = 100_000
 
 
 def word_on(fit: Any) -> KHat | Diagnosis:
-    """The diagnosis of the guide; k-hat where latent variables times data are more than 10,000, and it
-    is good or took long, or they are more than 10^6 (for units of a hierarchy points of quadrature
-    times data, 10^5; for few latent variables where slices take long), ``vmap`` cannot run the model,
-    or the data are minibatches."""
+    """The diagnosis of the guide; k-hat where weights are all but equal, or latent variables times data
+    are more than 10,000, and it is good or took long, or they are more than 10^6 (for units of a
+    hierarchy points of quadrature times data, 10^5; for few latent variables where slices take long),
+    ``vmap`` cannot run the model, or the data are minibatches."""
     if fit.is_spread or fit._is_stream:
         return fit.khat
     guide, d, data = fit.guide, fit._structure.d, fit._structure.data
@@ -39,6 +39,8 @@ def word_on(fit: Any) -> KHat | Diagnosis:
             if work_of_draw(guide.units, data) <= SUMMED:
                 found = by_weights(*fit._weighed)
                 return found or replace(fit.khat, doubt=doubt_of(*fit._weighed[1:4]))
+        elif fit.khat.nearly_equal and not can_be_corrected(guide):
+            return fit.khat  # chains have more noise
         elif little or (work <= MUCH and not fit.khat.ok and fit._weighing <= PATIENT):
             return fit.diagnosis
         elif found := by_weights(*fit._weighed, patience=QUICK if fit.khat.ok else PATIENCE):

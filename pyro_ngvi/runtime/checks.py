@@ -27,6 +27,7 @@ from .density import (
     innermost,
     is_latent,
     is_minibatch,
+    plain_support,
     site_kind,
     site_log_prob,
     with_density,
@@ -107,7 +108,7 @@ def _validated_log_prob(site: Site) -> Tensor:
     try:
         return site_log_prob(site)[1]
     except ValueError as error:
-        words = _of_nan(site["value"]) or error
+        words = _of_nan(site["value"]) or _of_bounds(site) or error
         raise ValueError(f"The site {site['name']!r} cannot be evaluated: {words}") from error
 
 
@@ -119,6 +120,22 @@ def _of_nan(value: Any) -> str:
         f"{int(value.isnan().sum())} of its {value.numel()} values are NaN. Mask them, and observe "
         f"numbers under the mask, whose gradients count: poutine.mask(mask=~y.isnan()), "
         f"obs=torch.nan_to_num(y)."
+    )
+
+
+def _of_bounds(site: Site) -> str:
+    """How many data are beyond bounds that may move, in words; empty where none is."""
+    support, value = plain_support(site["fn"].support), site["value"]
+    bounds = [getattr(support, name, None) for name in ("lower_bound", "upper_bound")]
+    if not site["is_observed"] or not any(isinstance(b, Tensor) for b in bounds):
+        return ""
+    outside = value[~support.check(value).expand(value.shape)]
+    if not outside.numel():
+        return ""
+    return (
+        f"{outside.numel()} of its {value.numel()} values, as {float(outside.flatten()[0]):.4g}, are "
+        f"outside of its support here. If that moves with a latent site, give this a prior that keeps "
+        f"all data inside, as Uniform(y.max(), 10.0)."
     )
 
 

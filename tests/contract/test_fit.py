@@ -1547,3 +1547,31 @@ def test_a_verdict_of_one_mode_of_several_says_so_first() -> None:
                 fit.loo()
         else:
             fit.loo()
+
+
+def test_the_ladder_tries_the_family_of_rates() -> None:
+    """Where it is the posterior: 30 rates, of which a Gaussian of logarithms is not sure."""
+    y = torch.poisson(torch.full((30,), 1.0), generator=torch.Generator().manual_seed(0))
+
+    def rates(y: Tensor) -> None:
+        r: Any = pyro.sample("r", dist.Gamma(torch.ones(30), 1.0).to_event(1))
+        pyro.sample("y", dist.Poisson(r).to_event(1), obs=y)
+
+    found = ngvi.fit(rates, y, guide="auto", seed=0, progress=False)
+    assert [rung.guide for rung in found.rungs] == ["AutoFullRankNormal", "AutoExponentialFamily"]
+    assert found.verdict.decision == "intervals" and found.verdict is found.khat
+    evidence = dist.GammaPoisson(torch.ones(30), 1.0).log_prob(y).sum()
+    assert found.khat.elbo == pytest.approx(float(evidence), abs=1e-4)
+
+
+def test_draws_of_units_that_the_model_draws_anew_are_refused() -> None:
+    def part(y: Tensor) -> None:
+        m = pyro.sample("m", dist.Normal(0.0, 5.0))
+        with pyro.plate("groups", len(y), subsample_size=5) as i:
+            t = pyro.sample("t", dist.Normal(m, 1.0))
+            pyro.sample("y", dist.Normal(t, 0.1), obs=y[i])
+
+    with pytest.warns(UserWarning, match="takes 5 of 40 examples at each step"):
+        found = ngvi.fit(part, torch.linspace(-9.0, 9.0, 40), max_steps=3, seed=0, progress=False)
+    with pytest.raises(ValueError, match="The plate 'groups' takes 5 of 40 examples"):
+        found.sample(10)

@@ -16,6 +16,7 @@ from pyro.nn import PyroModule
 from torch import Tensor
 from torch.distributions import AffineTransform
 
+import pyro_ngvi as ngvi
 from pyro_ngvi import NGVB, AutoFactorNormal, AutoFullRankNormal, BatchedELBO
 from pyro_ngvi.optim import Constant
 from tests.contract.registry import GUIDES, LOSSES, D, N, data, regression
@@ -348,7 +349,7 @@ def test_optimizer_of_another_guide(kind: str, loss: str, set_up: bool) -> None:
         ValueError, match=r"SVI trains another guide\. Build the optimizer with the"
     ):
         svi.step()
-    assert guide.get_posterior().mean.tolist() == [0.0, 0.0, 0.0]
+    assert guide.get_posterior().mean.tolist() == pytest.approx([0.0, 0.0, 0.0], abs=1e-6)
 
 
 def test_optimizer_without_a_guide_of_ours() -> None:
@@ -497,3 +498,32 @@ def test_angles_are_refused(kind: str) -> None:
 
     with pytest.raises(ValueError, match=r"the latent site 'z' is an angle.*Uniform\(-math.pi"):
         GUIDES[kind](model)()
+
+
+def test_data_beyond_a_bound_that_moves() -> None:
+    def model(y: torch.Tensor, least: float) -> None:
+        end = pyro.sample("end", dist.Uniform(least, 10.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Uniform(0.0, end), obs=y)
+
+    y = torch.tensor([0.3, 7.7])
+    with pytest.raises(ValueError, match=r"1 of its 2 values, as 7\.7, are outside") as told:
+        ngvi.fit(model, y, 0.0, progress=False)
+    assert len(str(told.value)) <= 240
+    # what it says: p(end | y) goes as end^-2 on (7.7, 10)
+    fit = ngvi.fit(model, y, float(y.max()), seed=0, progress=False)
+    mean = torch.tensor(10.0 / 7.7).log() / (1.0 / 7.7 - 1.0 / 10.0)
+    assert fit.sample(4000, seed=0)["end"].mean().item() == pytest.approx(mean.item(), abs=0.1)
+
+
+def test_a_discrete_site_may_be_data_that_were_not_passed() -> None:
+    def model(X: torch.Tensor, y: Any = None) -> None:
+        w: Any = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        with pyro.plate("data", len(X)):
+            pyro.sample("y", dist.Bernoulli(logits=X @ w), obs=y)
+
+    with pytest.raises(
+        ValueError, match=r"site 'y' is discrete\. If it is data, pass them"
+    ) as told:
+        ngvi.fit(model, torch.ones(3, 2), progress=False)
+    assert len(str(told.value)) <= 240
