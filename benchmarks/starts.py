@@ -97,9 +97,10 @@ def network() -> Scene:
 
         first = (x @ normal("w1", 1, h) + normal("b1", h)).tanh()
         second = (first @ normal("w2", h, h, sd=h**-0.5) + normal("b2", h)).tanh()
+        mean = second @ normal("w3", h, sd=h**-0.5)
         s = pyro.sample("s", dist.HalfNormal(1.0))
         with pyro.plate("data", 300):
-            pyro.sample("y", dist.Normal(second @ normal("w3", h, sd=h**-0.5), s), obs=y)
+            pyro.sample("y", dist.Normal(mean, s), obs=y)
 
     return model, ((2.0 * x[:, 0]).sin() + 0.1 * torch.randn(300),)
 

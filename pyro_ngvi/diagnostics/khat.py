@@ -139,8 +139,8 @@ class KHat:
             return self.mirrored
         return (
             f"The search for a start found {self.modes} modes of comparable mass, and draws of the "
-            f"guide are in {self.modes_held}: take functools.partial(pyro_ngvi.AutoMixtureNormal, "
-            f"num_components={self.modes}) for a guide, or more components."
+            f"guide are in {self.modes_held}. If components are exchanged, order them by a prior; "
+            f"else take functools.partial(pyro_ngvi.AutoMixtureNormal, num_components={self.modes})."
         )
 
     @property

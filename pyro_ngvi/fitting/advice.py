@@ -138,7 +138,10 @@ class Structure:
         d = self.d
         why, normal = f"for {d:,} latent variable{'s' * (d != 1)}", guides.AutoFullRankNormal
         if d > FULL_RANK:
-            normal = guides.AutoFactorNormal if d <= FACTOR else guides.AutoMeanFieldNormal
+            few = (
+                d <= FACTOR and self.whole
+            )  # steps of factors from afar, by minibatches, are noise
+            normal = guides.AutoFactorNormal if few else guides.AutoMeanFieldNormal
         return normal, why
 
 
@@ -204,7 +207,7 @@ def advise(
       on the others, or of more than 100 coefficients of Gaussian data, and the others are at most
       1,000; else a Gaussian over all of them: :class:`~pyro_ngvi.AutoFullRankNormal` up to
       1,000, :class:`~pyro_ngvi.AutoFactorNormal` up to 100,000, :class:`~pyro_ngvi.AutoMeanFieldNormal`
-      above.
+      above, and above 1,000 of minibatches.
     * optimizer: :class:`~pyro_ngvi.NGVB` where the family knows its Fisher matrix, ``CVI`` for sites,
       ``SPRING`` for flows, ``IFVB`` for any other guide.
     * loss: :class:`~pyro_ngvi.BatchedELBO` of 8 particles, with the curvature that the optimizer asks

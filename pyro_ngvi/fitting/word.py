@@ -24,11 +24,11 @@ SUMMED = 100_000
 
 
 def word_on(fit: Any) -> KHat | Diagnosis:
-    """The diagnosis of the guide; k-hat where weights are all but equal, or latent variables times data
-    are more than 10,000, and it is good or took long, or they are more than 10^6 (for units of a
-    hierarchy points of quadrature times data, 10^5; for few latent variables where slices take long),
-    ``vmap`` cannot run the model, or the data are minibatches."""
-    if fit.is_spread or fit._is_stream:
+    """The diagnosis of the guide; k-hat where weights are all but equal, the fit diverged, or latent
+    variables times data are more than 10,000, and it is good or took long, or they are more than 10^6
+    (for units of a hierarchy points of quadrature times data, 10^5; for few latent variables where
+    slices take long), ``vmap`` cannot run the model, or the data are minibatches."""
+    if fit.is_spread or fit._is_stream or fit.why_stopped == "diverged":
         return fit.khat
     guide, d, data = fit.guide, fit._structure.d, fit._structure.data
     work = d * max(d, data)

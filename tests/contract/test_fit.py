@@ -463,6 +463,12 @@ def wide(d: int) -> None:
     pyro.sample("z", dist.Normal(torch.zeros(d), 1.0).to_event(1))
 
 
+def wide_in_part(y: Tensor) -> None:
+    z: Any = pyro.sample("z", dist.LogNormal(torch.zeros(1001), 1.0).to_event(1))
+    with pyro.plate("data", 10 * len(y), subsample_size=len(y)):
+        pyro.sample("y", dist.Normal(z.sum().sqrt(), 1.0), obs=y)
+
+
 def test_advice_by_the_structure_of_the_model() -> None:
     assert ngvi.advise(logistic, A, b).guide is ngvi.AutoFullRankNormal
     found = ngvi.advise(units, torch.ones(8))
@@ -473,6 +479,7 @@ def test_advice_by_the_structure_of_the_model() -> None:
     assert ngvi.advise(units, torch.ones(1)).guide is ngvi.AutoFullRankNormal
     assert ngvi.advise(wide, 1001).guide is ngvi.AutoFactorNormal
     assert ngvi.advise(wide, 100_001).guide is ngvi.AutoMeanFieldNormal
+    assert ngvi.advise(wide_in_part, torch.ones(5)).guide is ngvi.AutoMeanFieldNormal
 
 
 def test_units_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1575,3 +1582,10 @@ def test_draws_of_units_that_the_model_draws_anew_are_refused() -> None:
         found = ngvi.fit(part, torch.linspace(-9.0, 9.0, 40), max_steps=3, seed=0, progress=False)
     with pytest.raises(ValueError, match="The plate 'groups' takes 5 of 40 examples"):
         found.sample(10)
+
+
+def test_a_fit_that_diverged_is_not_judged_by_chains() -> None:
+    """These may take minutes, and have nothing to add."""
+    fit = ngvi.fit(banana, seed=0, max_steps=3, progress=False)
+    fit.why_stopped = "diverged"
+    assert fit.verdict is fit.khat and "diagnosis" not in vars(fit)

@@ -259,6 +259,7 @@ def test_modes_are_counted_beyond_the_components() -> None:
     found = ngvi.khat(corners, guide, seed=0)
     assert found.decision == "unclear" and found.of_modes_held.ok
     assert "found 4 modes of comparable mass, and draws of the guide are in 2" in found.verdict
+    assert len(found.other_modes) <= 240
 
 
 def test_a_mode_half_way_does_not_join_two_others() -> None:
