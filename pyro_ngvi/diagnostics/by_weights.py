@@ -16,7 +16,7 @@ from .diagnosis import Diagnosis
 from .draws import MOST_DOUBLES, Fitted, random_state
 from .elsewhere import moments
 from .khat import EVEN, HALF, KHat
-from .proposal import proposal
+from .proposal import LIGHT, proposal
 from .verdict import PATIENCE
 
 #: latent variables that a copula of slices is tried for, and the share of even weights it must have: of
@@ -102,6 +102,7 @@ def _by_slices(model: Any, guide: Any, args: Any, kwargs: Any, known: KHat, pati
         wide = moments(fitted, whole.layout) if missed else None
         if missed and wide is None:
             return None
+        most = LIGHT if missed else HALF  # r of one mode and long tails is no shape of several
         for _ in range(TRIES):
             better = proposal(whole, wide=wide)
             judged = moved_by_weights(model, guide, args, kwargs, draws, better)
@@ -110,9 +111,9 @@ def _by_slices(model: Any, guide: Any, args: Any, kwargs: Any, known: KHat, pati
             sites, _, (_, weights) = judged
             share = weights.ess / len(weights.log_weights)
             k = -math.inf if share >= EVEN else weights.khat  # which says little of even weights
-            even = k <= HALF and share >= SHARE
+            even = k <= most and share >= SHARE
             if even and all(moved.is_known for moved in sites.values()):
                 return judged
-            if k > HALF + NEAR or share < 0.5 * SHARE:
+            if k > most + NEAR or share < 0.5 * SHARE:
                 break
     return None
