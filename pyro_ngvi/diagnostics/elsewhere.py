@@ -37,17 +37,15 @@ def mass_elsewhere(fitted: Fitted, draws: Draws, guide: Evidence, batch_size: in
     supports = {name: biject_to(fitted.sites[name]["fn"].support) for name in draws.values}
     at = {name: to_unconstrained(supports[name], x) for name, x in draws.values.items()}
     own = torch.cat([x.double().reshape(len(x), -1) for x in at.values()], 1)
-    found = (
-        prior_weights(fitted.model, fitted.latent, DRAWS, batch_size)
-        if own.shape[1] <= FEW
-        else None
-    )
+    few = own.shape[1] <= FEW
+    found = prior_weights(fitted.model, fitted.latent, DRAWS, batch_size) if few else None
     if found is None:
         return 0.0
     log_w, values = found
     other = {name: to_unconstrained(supports[name], x) for name, x in values.items()}
     x = torch.cat([x.double().reshape(len(x), -1) for x in other.values()], 1)
-    units = ((x - own.mean(0)) / own.std(0)).abs().nan_to_num(0.0)
+    # numbers that are rounded to the end of a support are nowhere
+    units = ((x - own.mean(0)) / own.std(0)).abs().nan_to_num(0.0, 0.0)
     far = (units > APART).any(1)
     relative = torch.where(far, log_w - guide.log, -torch.inf)
     mass = evidence_of(relative.numpy(force=True))

@@ -35,6 +35,8 @@ from .weights import (
 MORE, MOST = 16, 50_000_000
 #: and the seconds that they may take, where they are for the sake of resampling alone
 PATIENCE = 15.0
+#: and those for modes that nothing speaks of
+QUICK = 4.0
 #: draws of the prior at most, where few leave it open whether a mode is missed, and the error of their
 #: evidence from which two modes may look like one
 PRIOR, UNSURE = 64_000, 0.2
@@ -144,7 +146,8 @@ def judge(fitted: Fitted, draws: Draws, batch_size: int | None = None) -> KHat:
                 if most < of_guide.log + NOTICED or (missed > 0.0 and count > few):
                     break
             unseen = missed is not None and not (missed > 0.0 or found.other_modes)
-            if unseen and more and cheap and joints is None:
+            quick = MORE * fitted.seconds <= QUICK
+            if unseen and more and quick and joints is None:
                 missed = mass_elsewhere(fitted, draws, of_guide, batch_size) or missed
         spread = log_ratio.std(ddof=1) if np.isfinite(log_ratio).all() else np.nan
         with torch.no_grad():  # some guides estimate a constant in log q

@@ -138,9 +138,7 @@ class Structure:
         d = self.d
         why, normal = f"for {d:,} latent variable{'s' * (d != 1)}", guides.AutoFullRankNormal
         if d > FULL_RANK:
-            few = (
-                d <= FACTOR and self.whole
-            )  # steps of factors from afar, by minibatches, are noise
+            few = d <= FACTOR and self.whole  # by minibatches steps of factors from afar are noise
             normal = guides.AutoFactorNormal if few else guides.AutoMeanFieldNormal
         return normal, why
 

@@ -1083,7 +1083,7 @@ def test_corrected_draws_are_kept_up_to_the_evidence_that_they_give(
     structure: Any = SimpleNamespace(
         guide=lambda: (ngvi.AutoFullRankNormal, ""), units=object(), d=1000, model=lambda: None
     )
-    structure.args, structure.kwargs, structure.has_params = (), {}, False
+    structure.args, structure.kwargs, structure.has_params, structure.is_free = (), {}, False, True
     for name in ("verdict", "khat", "guide"):  # to be set
         monkeypatch.setattr(Result, name, None)
     assert climb(structure, fit, None).guide is kept
@@ -1109,7 +1109,7 @@ def test_draws_that_may_be_taken_are_worth_some_nats(
     structure: Any = SimpleNamespace(
         guide=lambda: (ngvi.AutoFullRankNormal, ""), units=None, d=30, model=lambda: None
     )
-    structure.args, structure.kwargs, structure.has_params = (), {}, False
+    structure.args, structure.kwargs, structure.has_params, structure.is_free = (), {}, False, True
     for name in ("verdict", "khat", "guide"):  # to be set
         monkeypatch.setattr(Result, name, None)
     assert climb(structure, fit, None) is fits[kept]
