@@ -90,13 +90,10 @@ class FactorNormal(FactorFamily):
     def init(self, loc: Tensor, scale: float | Tensor) -> Tensors:
         # a quarter of every variance, about, or a twentieth where sds are known, which factors of
         # no meaning disturb; the rest makes every sd exact
-        size = 0.1 if isinstance(scale, Tensor) else 0.5
-        scale, share = (
-            torch.ones_like(loc) * scale,
-            self._cosines(loc) * math.sqrt(size / self.rank),
-        )
-        log_scale = scale.log() + 0.5 * torch.log1p(-share.square().sum(-1))
-        return {"loc": loc.clone(), "factor": scale.unsqueeze(-1) * share, "log_scale": log_scale}
+        size, sd = 0.1 if isinstance(scale, Tensor) else 0.5, torch.ones_like(loc) * scale
+        share = self._cosines(loc) * math.sqrt(size / self.rank)
+        log_scale = sd.log() + 0.5 * torch.log1p(-share.square().sum(-1))
+        return {"loc": loc.clone(), "factor": sd.unsqueeze(-1) * share, "log_scale": log_scale}
 
     def noise_dim(self, params: Tensors) -> int:
         return params["loc"].shape[-1] + self.rank

@@ -286,7 +286,8 @@ class Result:
         With a ``seed`` they are always the same; without, the random state moves on.  A ``ValueError``
         where each draw has other units of a plate, that of a minibatch of the model's own."""
         if not self._is_stream:
-            refuse_minibatches(self._structure.part, self._structure.part)
+            with suppress(TypeError):  # loaded without its data
+                refuse_minibatches(self._structure.part, self._structure.part)
         source = self._source
         with random_state(seed):
             if source is not self.guide:

@@ -1047,6 +1047,7 @@ def test_where_no_draws_are_usable_the_elbo_decides(monkeypatch: pytest.MonkeyPa
         guide=lambda: (ngvi.AutoHierarchical, ""),
         units=SimpleNamespace(pooled=True),
         has_params=False,
+        is_free=True,
         d=3,
         model=lambda: None,
         args=(),
