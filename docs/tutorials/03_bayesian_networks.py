@@ -203,9 +203,9 @@ print(f"one Gaussian for all wines: test log density {bell:.2f} nats per wine")
 #
 # Both find the bend, and both beat one Gaussian for all wines by the same margin. With 58 test
 # wines the shares are known to four to seven percentage points, so both are a little modest.
-# But look to the right of the last wine: with the full covariance the inner band opens, with
-# independent weights it stays about as narrow as in the middle. The ELBO, which is higher for the
-# full covariance, says the same of the weights.
+# But look to the right of the last wine: with the full covariance the inner band is wider, by a
+# third at 5, with independent weights it stays about as narrow as in the middle. The ELBO, which is
+# higher for the full covariance, says the same of the weights.
 #
 # Is the wider band wide enough? Ask the fits.
 
@@ -214,8 +214,8 @@ print(f"one Gaussian for all wines: test log density {bell:.2f} nats per wine")
 first, second = (wine_table.set_index("guide").loc[name] for name in fits)
 assert min(first["test log density"], second["test log density"]) > bell + 0.2
 assert abs(first["test log density"] - second["test log density"]) < 0.1
-assert second["at 5"] > 1.3 * max(second["sd of mean at 0"], first["at 5"])
-assert first["at 5"] < 1.4 * first["sd of mean at 0"]
+assert 1.2 * first["at 5"] < second["at 5"] < 1.5 * first["at 5"]
+assert first["at 5"] < 1.2 * first["sd of mean at 0"] < second["at 5"]
 assert second["ELBO"] > first["ELBO"] + 2.0
 
 # %%
