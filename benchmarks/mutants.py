@@ -339,6 +339,27 @@ STEPS = (
         ("../statistical/test_by_slices",),
     ),
     Mutant(
+        "starts: no mean field goes ahead",
+        "guides/search.py",
+        "begins_narrow = guide.begins_narrow and (d > FEW or not by_hessians) and UNASKED > 0",
+        "begins_narrow = False",
+        ("test_narrow_start",),
+    ),
+    Mutant(
+        "verdict: mass elsewhere is not looked for",
+        "diagnostics/verdict.py",
+        "missed = mass_elsewhere(fitted, draws, of_guide, batch_size) or missed",
+        "missed = missed",
+        ("test_elsewhere",),
+    ),
+    Mutant(
+        "loo: by draws of a guide whose weights are of no use",
+        "diagnostics/loo.py",
+        'ends = None if weigh else getattr(verdict, "ends", None)',
+        "ends = None",
+        ("../statistical/test_leave_one_out_of_few",),
+    ),
+    Mutant(
         "corrected draws: a proposal that is not defended",
         "diagnostics/proposal.py",
         "self._posterior = defended(q, *(wide or (mean, covariance)), share)",
