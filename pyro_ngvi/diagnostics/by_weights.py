@@ -70,12 +70,12 @@ def by_weights(
     with random_state(seed, stream=2):
         if has_few(guide):
             judged = _by_slices(model, guide, args, kwargs, weights, patience)
+            weights = replace(weights, missed=None)  # r is there too
         else:
             judged = moved_by_weights(model, guide, args, kwargs, num_draws)
     if judged is None:
         return None
     sites, unconstrained, exact = judged
-    weights = replace(weights, missed=None)  # r is there too
     return Diagnosis(sites, unconstrained, weights, float("nan"), exact=exact)
 
 

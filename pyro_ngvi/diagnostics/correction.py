@@ -21,7 +21,6 @@ from time import thread_time
 from typing import Any
 
 import numpy as np
-import pyro
 import torch
 from torch import Tensor
 
@@ -29,7 +28,6 @@ from ..hierarchy import AutoHierarchical
 from ..hierarchy.collapsed import Collapsed, ExactUnits, collapse
 from ..hierarchy.whole import Whole
 from ..linalg.host import own_random_state
-from ..runtime.density import LatentLayout
 from ..runtime.run import CannotBatch
 from .draws import MOST_DOUBLES, Draws, Fitted, guide_draws, resample
 from .khat import EVEN, FEWEST, KHat
@@ -178,10 +176,7 @@ def moved_by_weights(
         light = more == MORE or more * sum(x[0].numel() for x in exact.values.values()) <= NUMBERS
         worth = patient and light and weights.khat <= 1.0
         return moved_by_weights(*how, better.collapsed) if worth else None
-    of_all = pyro.poutine.Trace()  # the guide's own prototype may be of a minibatch of units
-    for name in fitted.latent:
-        of_all.add_node(name, **fitted.sites[name])
-    layout = LatentLayout(of_all)
+    layout = fitted.layout
     many = max(draws, min(MANY, NUMBERS // layout.dim))
     of_guide, _ = guide_draws(partial(guide, *args, **kwargs), many)
     own, new = layout.pack(of_guide), layout.pack(exact.values)

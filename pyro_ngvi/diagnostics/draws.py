@@ -21,6 +21,7 @@ from ..linalg.host import apart
 from ..runtime.checks import LatentSupports, check_data, refuse_minibatches
 from ..runtime.density import (
     Kind,
+    LatentLayout,
     Site,
     Sites,
     check_guide_of_this_model,
@@ -169,6 +170,14 @@ class Fitted:
         names = [*self.latent, *sites_of_kind(self.sites, "deterministic")]
         names = self.latent if self.batches else names  # the others may be of single data
         self.shown = [n for n in names if shape.get(n) == self.sites[n]["value"].shape]
+
+    @cached_property
+    def layout(self) -> LatentLayout:
+        """Where latent sites lie in a vector; the guide's prototype may be of a minibatch of units."""
+        trace = pyro.poutine.Trace()
+        for name in self.latent:
+            trace.add_node(name, **self.sites[name])
+        return LatentLayout(trace)
 
     def joints(self) -> Iterator[tuple[float, Any]]:
         """``joint``, or that of each minibatch, with its share in the log density of all data."""

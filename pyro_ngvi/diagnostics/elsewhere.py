@@ -12,14 +12,14 @@ variances, though p(y) is all but right.  A long tail is far too, but log p does
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 
 import torch
 from pyro import poutine, validation_enabled
 from torch import Tensor
-from torch.distributions import biject_to
 
 from ..guides.found import BARRIER
-from ..runtime.density import LatentLayout, to_unconstrained
+from ..runtime.density import LatentLayout
 from ..runtime.model_density import map_draws
 from .draws import Draws, Fitted, joint_of
 from .mirrors import APART
@@ -34,16 +34,16 @@ FEW, DRAWS, WORTH, WAY = 3, 16_000, 25, 16
 def mass_elsewhere(fitted: Fitted, draws: Draws, guide: Evidence, batch_size: int | None) -> float:
     """Nats of evidence in another mode, less two standard errors, where they make an sd 30 % larger; 0
     where there is none, or more than :data:`FEW` latent variables."""
-    supports = {name: biject_to(fitted.sites[name]["fn"].support) for name in draws.values}
-    at = {name: to_unconstrained(supports[name], x) for name, x in draws.values.items()}
-    own = torch.cat([x.double().reshape(len(x), -1) for x in at.values()], 1)
-    few = own.shape[1] <= FEW
-    found = prior_weights(fitted.model, fitted.latent, DRAWS, batch_size) if few else None
+    layout = None
+    with suppress(ValueError, NotImplementedError):  # of discrete sites and angles there is none
+        layout = fitted.layout
+    if layout is None or layout.dim > FEW:
+        return 0.0
+    found = prior_weights(fitted.model, fitted.latent, DRAWS, batch_size)
     if found is None:
         return 0.0
     log_w, values = found
-    other = {name: to_unconstrained(supports[name], x) for name, x in values.items()}
-    x = torch.cat([x.double().reshape(len(x), -1) for x in other.values()], 1)
+    own, x = layout.pack(draws.values).double(), layout.pack(values).double()
     # numbers that are rounded to the end of a support are nowhere
     units = ((x - own.mean(0)) / own.std(0)).abs().nan_to_num(0.0, 0.0)
     far = (units > APART).any(1)
@@ -54,12 +54,8 @@ def mass_elsewhere(fitted: Fitted, draws: Draws, guide: Evidence, batch_size: in
     if not sure > 0.0 or not float(added) * sure > math.expm1(2.0 * COARSE_SD):
         return 0.0
     to, best = int(relative.argmax()), int(draws.log_joint.argmax())
-    t = torch.linspace(0.0, 1.0, WAY, dtype=torch.float64)
-    way: dict[str, Tensor] = {}
-    for name, a in at.items():
-        start, end = a[best], other[name][to]
-        share = t.to(start).reshape(-1, *[1] * start.dim())
-        way[name] = supports[name](start + share * (end - start))
+    t = torch.linspace(0.0, 1.0, WAY).to(x).unsqueeze(1)
+    way = layout.unpack(torch.lerp(own[best], x[to], t).to(next(iter(values.values()))))
     with torch.no_grad(), poutine.block(), validation_enabled(False):
         log_p = map_draws(fitted.joint, joint_of, way, WAY, batch_size).nan_to_num(-torch.inf)
     falls = float(log_p.amin()) < float(torch.minimum(log_p[0], log_p[-1])) - BARRIER

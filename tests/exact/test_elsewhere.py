@@ -84,3 +84,14 @@ def test_a_long_tail_is_no_other_mode() -> None:
     fitted = Fitted(model, guide, (), {})
     draws = fitted.draw(1000, None)
     assert mass_elsewhere(fitted, draws, evidence_of(draws.log_ratio), None) == 0.0
+
+
+def test_a_guide_that_draws_a_discrete_site_has_a_verdict() -> None:
+    """Of such a site there is no way from one mode to another."""
+
+    def model(y: Tensor) -> None:
+        k = pyro.sample("k", dist.Poisson(3.0))
+        pyro.sample("y", dist.Normal(k, 2.0), obs=y)
+
+    found = ngvi.khat(model, lambda y: pyro.sample("k", dist.Poisson(3.0)), X[3], seed=0)
+    assert found.missed is not None and found.missed < 0.1 and found.ess > 100.0

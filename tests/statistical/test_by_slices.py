@@ -200,3 +200,18 @@ def test_a_huge_weight_is_noise_where_log_p_is_another_beside_it(smooth: bool) -
 
 def log_p(sites: Any) -> Tensor:
     return sum(site["fn"].log_prob(site["value"]).sum() for site in sites.values())  # type: ignore[return-value]
+
+
+def test_what_a_hierarchy_misses_is_not_forgotten() -> None:
+    """Weights of its globals are not where draws of the prior saw more; those of few variables are."""
+
+    def groups(y: Tensor) -> None:
+        m = pyro.sample("m", dist.Normal(y.new_zeros(()), 5.0))
+        with pyro.plate("groups", len(y)):
+            t = pyro.sample("t", dist.Normal(m, 1.0))
+            pyro.sample("y", dist.Normal(t, 1.0), obs=y)
+
+    y = torch.linspace(-2.0, 2.0, 8).double()
+    fit = ngvi.fit(groups, y, guide="AutoHierarchical", **HOW)
+    found = by_weights(groups, fit.guide, (y,), {}, replace(fit.khat, missed=0.5))
+    assert found is not None and found.khat.missed == 0.5 and found.decision == "unusable"
