@@ -129,7 +129,7 @@ def _by_chains(
     modes = [int(m) for m, count in zip(*counts, strict=True) if count >= FEWEST_CHAINS]
     if len(modes) < 2:
         modes, modes_at = [0], _one_mode
-    pairs, ends, accepted = [], list[Tensor](), 0.0
+    pairs, accepted = [], 0.0
     for mode in modes:
         own = start[modes_at(start) == mode]
         last, share = run_chains(density, own, num_steps)
@@ -138,7 +138,6 @@ def _by_chains(
         own, last = own[stays], last[:, stays].flatten(0, 1)
         before = torch.cat([own, rest[modes_at(rest) == mode]])
         pairs.append((before, last, partial(moved, chains=len(own))))
-        ends.append(last)
         accepted += share / len(modes)
     with torch.no_grad():
         by_mode = [by_site(density.layout, *pair) for pair in pairs]
@@ -152,5 +151,5 @@ def _by_chains(
         for each in zip(*by_mode, strict=True)
     )
     kept = weights.decision == "unusable"  # they stand in for weights
-    at_end = density.unpack(torch.cat(ends)) if kept else None
+    at_end = density.unpack(torch.cat([last for _, last, _ in pairs])) if kept else None
     return Diagnosis(sites, unconstrained, weights, accepted, len(modes), ends=at_end)

@@ -35,7 +35,7 @@ from .weights import (
 MORE, MOST = 16, 50_000_000
 #: and the seconds that they may take, where they are for the sake of resampling alone
 PATIENCE = 15.0
-#: and those for modes that nothing speaks of
+#: and those for a look where nothing speaks of errors or of other modes
 QUICK = 4.0
 #: draws of the prior at most, where few leave it open whether a mode is missed, and the error of their
 #: evidence from which two modes may look like one

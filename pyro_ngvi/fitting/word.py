@@ -9,7 +9,7 @@ from typing import Any
 from ..diagnostics import Diagnosis, KHat
 from ..diagnostics.by_weights import by_weights, can_be_corrected
 from ..diagnostics.correction import doubt_of
-from ..diagnostics.verdict import PATIENCE
+from ..diagnostics.verdict import PATIENCE, QUICK
 from ..hierarchy import AutoHierarchical
 from ..hierarchy.marginal import work_of_draw
 from ..runtime.run import CannotBatch
@@ -17,8 +17,6 @@ from ..runtime.run import CannotBatch
 #: latent variables times data up to which a fit is diagnosed by short chains unasked; up to which it is
 #: where weights have doubts, and took no more than so many seconds: chains take ten times that, or more
 LITTLE, MUCH, PATIENT = 10_000, 1_000_000, 1.0
-#: seconds for slices of few latent variables where weights have no doubts
-QUICK = 4.0
 #: data times points of the quadrature up to which units of a hierarchy are integrated out, or so
 SUMMED = 100_000
 

@@ -143,13 +143,13 @@ def find_laplace(guide: Any, start: Tensor, given: Tensors, args: Any, kwargs: A
         )
     by_hessians = asked or ("laplace" in guide.starts and d <= UNASKED)
     begins_narrow = guide.begins_narrow and (d > FEW or not by_hessians) and UNASKED > 0
+    part = guide.begins_with_part
     none = not (by_hessians or begins_narrow) or start.is_meta or guide._waiting_state is not None
-    if none and not asked:
+    if not asked and (none or (part and d > UNASKED)):  # of many variables a part tells little
         return None
     try:
         sites = _sites(guide, args, kwargs)
-        part = guide.begins_with_part  # of many it tells little
-        if not asked and not (_one_function(sites, part) and not (part and d > UNASKED)):
+        if not asked and not _one_function(sites, part):
             return None
         model = _model_alone(guide, sites)
         model = _Alone()(model) if part else model

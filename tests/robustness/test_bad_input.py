@@ -340,7 +340,7 @@ def test_guide_of_another_model_under_batched_elbo(kind: str) -> None:
 
 @guides_and_losses
 @pytest.mark.parametrize("set_up", [False, True])
-def test_optimizer_of_another_guide(kind: str, loss: str, set_up: bool) -> None:
+def test_optimizer_of_another_guide(kind: str, loss: str, set_up: bool, plain_start: None) -> None:
     guide, other = GUIDES[kind](normal), GUIDES[kind](normal)
     if set_up:
         other()
@@ -349,7 +349,7 @@ def test_optimizer_of_another_guide(kind: str, loss: str, set_up: bool) -> None:
         ValueError, match=r"SVI trains another guide\. Build the optimizer with the"
     ):
         svi.step()
-    assert guide.get_posterior().mean.tolist() == pytest.approx([0.0, 0.0, 0.0], abs=1e-6)
+    assert guide.get_posterior().mean.tolist() == [0.0, 0.0, 0.0]
 
 
 def test_optimizer_without_a_guide_of_ours() -> None:
