@@ -346,6 +346,20 @@ STEPS = (
         ("test_narrow_start",),
     ),
     Mutant(
+        "conjugate: a score that is off by its sd is of the posterior",
+        "guides/member.py",
+        "<= SHARE * curvature.sqrt()",
+        "<= curvature.sqrt()",
+        ("test_member_start",),
+    ),
+    Mutant(
+        "conjugate: the curvature is half as large",
+        "guides/member.py",
+        "(before - after) / (2.0 * away)",
+        "(before - after) / (4.0 * away)",
+        ("test_member_start",),
+    ),
+    Mutant(
         "verdict: mass elsewhere is not looked for",
         "diagnostics/verdict.py",
         "missed = mass_elsewhere(fitted, draws, of_guide, batch_size) or missed",

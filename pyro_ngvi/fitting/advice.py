@@ -22,6 +22,7 @@ from torch.distributions import biject_to, constraints
 from .. import guides, hierarchy, metric, optim, sites
 from ..distributions import GaussianProcess, GaussianStateSpace
 from ..guides import AutoFlow, AutoOrthogonalFlow
+from ..guides.exponential import holds_posterior
 from ..hierarchy import AutoHierarchical
 from ..hierarchy.find import NumbersUntold, find_units
 from ..linalg.host import own_random_state
@@ -113,6 +114,8 @@ class Structure:
             )
         if self.process is not None and self.suits_sites:
             return sites.AutoSites, f"for the process {self.process}"
+        if free and self.is_conjugate:
+            return guides.AutoExponentialFamily, "which holds the posterior"
         units = self.units
         if units is not None:
             inside = units.size * units.width  # of which d may have a minibatch
@@ -127,6 +130,14 @@ class Structure:
         """Whether a Gaussian over all latent variables is slow to find, and sites can be held."""
         d, design = self.d, self.d * self.data
         return self.whole and d > FEW and design <= DESIGN and min(d, self.data) * design <= WORK
+
+    @cached_property
+    def is_conjugate(self) -> bool:
+        """Whether the latent variables, none of them free, are independent members of the exponential
+        families of their supports, given the data."""
+        if self.is_free or self.has_params or not self.whole or not 0 < self.d <= FULL_RANK:
+            return False
+        return holds_posterior(self.model, self.args, self.kwargs)
 
     @cached_property
     def suits_sites(self) -> bool:
@@ -154,7 +165,7 @@ class Advice:
 
     Example:
         >>> import pyro, pyro.distributions as dist, pyro_ngvi as ngvi
-        >>> advice = ngvi.advise(lambda: pyro.sample("x", dist.Gamma(9.0, 3.0)))
+        >>> advice = ngvi.advise(lambda: pyro.sample("x", dist.LogNormal(1.0, 0.3)))
         >>> advice.guide.__name__, advice.recipe["optim"], advice.svi().step() < 10.0
         ('AutoFullRankNormal', 'NGVB', True)
     """
@@ -199,12 +210,14 @@ def advise(
     By the structure of the model alone; what is given is kept:
 
     * guide: :class:`~pyro_ngvi.AutoSites` where it takes the model, and a latent site is a Gaussian
-      process or a chain of this package, or there are more than 100 latent variables, all data, which
-      times them are at most 10^8, and no parameters; :class:`~pyro_ngvi.AutoHierarchical` where at
-      least half of the latent variables are Gaussian ones of units, or of a block whose prior depends
-      on the others, or of more than 100 coefficients of Gaussian data, and the others are at most
-      1,000; else a Gaussian over all of them: :class:`~pyro_ngvi.AutoFullRankNormal` up to
-      1,000, :class:`~pyro_ngvi.AutoFactorNormal` up to 100,000, :class:`~pyro_ngvi.AutoMeanFieldNormal`
+      process or a chain of this package, or there are more than 100 latent variables, all data,
+      which times them are at most 10^8, and no parameters;
+      :class:`~pyro_ngvi.AutoExponentialFamily` where that holds the posterior, as gradients show,
+      and no latent variable is a real number; :class:`~pyro_ngvi.AutoHierarchical` where at least
+      half of the latent variables are Gaussian ones of units, or of a block whose prior depends on
+      the others, or of more than 100 coefficients of Gaussian data, and the others are at most
+      1,000; else a Gaussian over all of them: :class:`~pyro_ngvi.AutoFullRankNormal` up to 1,000,
+      :class:`~pyro_ngvi.AutoFactorNormal` up to 100,000, :class:`~pyro_ngvi.AutoMeanFieldNormal`
       above, and above 1,000 of minibatches.
     * optimizer: :class:`~pyro_ngvi.NGVB` where the family knows its Fisher matrix, ``CVI`` for sites,
       ``SPRING`` for flows, ``IFVB`` for any other guide.
@@ -227,8 +240,8 @@ def advise(
         >>> def model():
         ...     pyro.sample("x", dist.Gamma(torch.full((3,), 9.0), 3.0).to_event(1))
         >>> print(ngvi.advise(model))
-        AutoFullRankNormal, for 3 latent variables; NGVB, exact natural gradients; 8 particles; no data,
-        so this is the prior.
+        AutoExponentialFamily, which holds the posterior; NGVB, exact natural gradients; 8 particles; no
+        data, so this is the prior.
     """
     if loss is not None and num_particles is not None:
         raise ValueError(

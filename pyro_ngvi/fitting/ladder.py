@@ -66,7 +66,7 @@ def climb(structure: Structure, fit: Callable[..., Any], max_time: float | None)
     choices, total = [structure.guide()[0]], math.inf if max_time is None else max_time
     if structure.units is not None and AutoHierarchical not in choices:
         choices.append(AutoHierarchical)
-    if not structure.is_free:
+    if not structure.is_free and AutoExponentialFamily not in choices:
         choices.append(AutoExponentialFamily)
     if structure.d <= FLOW:
         choices.append(AutoCouplingFlow)

@@ -12,6 +12,8 @@ from torch.func import grad, jacrev
 
 import pyro_ngvi as ngvi
 from pyro_ngvi.families import MeanFieldDirichlet, MeanFieldGamma, MeanFieldNormal, ProductFamily
+from pyro_ngvi.guides.member import conjugate
+from pyro_ngvi.runtime.model_density import ModelDensity
 from tests.exact.test_conjugate_steps import MODELS
 
 NORMAL, GAMMA, BETA, SIMPLEX = (
@@ -57,6 +59,48 @@ def test_a_guide_starts_at_the_posterior_of_a_conjugate_model(name: str) -> None
     q = guide.site_distribution("z")
     for key in posterior.arg_constraints:
         torch.testing.assert_close(getattr(q, key), getattr(posterior, key), rtol=1e-6, atol=1e-9)
+
+
+def bounded(y: Tensor, n: Any = 7.0) -> None:
+    """A Gamma, a Beta on (2, 5), a Dirichlet in a plate."""
+    x: Any = pyro.sample("x", dist.Gamma(y.new_tensor(0.3), 2.0))
+    p: Any = pyro.sample("p", dist.Uniform(2.0 * y.new_ones(2), 5.0).to_event(1))
+    with pyro.plate("rows", 2):
+        s: Any = pyro.sample("s", dist.Dirichlet(y.new_tensor([0.2, 1.0, 3.0])))
+        pyro.sample("counts", dist.Multinomial(probs=s, validate_args=False), obs=y)
+    pyro.sample("wait", dist.Exponential(x), obs=y.new_tensor(1.5))
+    pyro.sample("hits", dist.Binomial(n, (p - 2.0) / 3.0).to_event(1), obs=y[0, :2])
+
+
+def test_a_posterior_of_independent_members_is_recognised() -> None:
+    y, rest = torch.tensor([[0.0, 1.0, 4.0], [2.0, 0.0, 0.0]]), {}
+    for dtype, rtol in ((torch.float64, 1e-7), (torch.float32, 1e-3)):
+        guide = ngvi.AutoExponentialFamily(bounded, init=None)
+        guide(y.to(dtype))
+        density = ModelDensity(bounded, (y.to(dtype),), rest)
+        far = guide.get_posterior().mean.detach() + 6.0
+        found = conjugate(density, guide.family, far)
+        assert found is not None
+        alpha = torch.tensor([0.2, 1.0, 3.0]) + y
+        beta = torch.stack([1.0 + y[0, :2], 8.0 - y[0, :2]], -1)
+        right = {"dirichlet3_log_concentration": alpha, "beta_log_concentration": beta}
+        right |= {"gamma_log_concentration": torch.tensor([1.3])}
+        right |= {"gamma_log_mean": torch.tensor([1.3 / 3.5])}
+        for name, value in right.items():
+            torch.testing.assert_close(found[name].exp(), value.to(dtype), rtol=rtol, atol=0.0)
+
+
+def test_a_posterior_of_others_is_not() -> None:
+    def weak(y: Tensor, coupling: float) -> None:
+        rate: Any = pyro.sample("rate", dist.Gamma(y.new_ones(2), 1.0).to_event(1))
+        pyro.sample("y", dist.Poisson(rate * (1.0 + coupling * rate.flip(0))).to_event(1), obs=y)
+
+    for coupling, is_one in ((0.0, True), (0.03, False), (0.3, False)):
+        guide = ngvi.AutoExponentialFamily(weak, init=None)
+        guide(COUNTS[2:], coupling)
+        density = ModelDensity(weak, (COUNTS[2:], coupling), {})
+        theta = guide.get_posterior().mean.detach()
+        assert (conjugate(density, guide.family, theta) is not None) is is_one
 
 
 COUNTS, HITS = torch.tensor([0.0, 1.0, 0.0, 5.0]).double(), torch.tensor([8.0, 1.0]).double()
