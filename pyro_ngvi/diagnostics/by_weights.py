@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from ..guides import AutoFullRankNormal
+from ..guides import AutoExponentialFamily, AutoFullRankNormal
 from ..hierarchy import AutoHierarchical
 from ..hierarchy.whole import Whole
 from ..runtime.run import CannotBatch
@@ -17,7 +17,7 @@ from .draws import MOST_DOUBLES, Fitted, random_state
 from .elsewhere import moments
 from .khat import EVEN, HALF, KHat
 from .proposal import LIGHT, proposal
-from .verdict import PATIENCE
+from .verdict import PATIENCE, QUICK
 
 #: latent variables that a copula of slices is tried for, and the share of even weights it must have: of
 #: weights without a variance, k-hat above 1/2, ends of intervals were off by .6 sd
@@ -30,7 +30,8 @@ TRIED, BEFORE = 250, 4000
 
 def has_few(guide: Any) -> bool:
     """Whether slices are tried for such a guide."""
-    return isinstance(guide, AutoFullRankNormal) and guide.latent_dim <= FEW
+    one_mode = isinstance(guide, AutoFullRankNormal | AutoExponentialFamily)
+    return one_mode and guide.latent_dim <= FEW
 
 
 def can_be_corrected(guide: Any) -> bool:
@@ -44,9 +45,13 @@ def times_for_loo(guide: Any) -> int:
     return POOL if isinstance(getattr(guide, "collapsed", None), Whole) else 1
 
 
-def for_loo(word: Any) -> Corrected | None:
-    """What judged few latent variables, whose tails are longer than a good guide's."""
-    exact: Any = getattr(word, "exact", None)
+def for_loo(word: Any, weighed: tuple[Any, ...]) -> Corrected | None:
+    """What judged few latent variables, or would have, whose tails are longer than a good guide's;
+    ``weighed`` are the arguments of :func:`by_weights`."""
+    judged = word
+    if isinstance(word, KHat) and word.nearly_equal and has_few(weighed[1]):
+        judged = by_weights(*weighed, patience=QUICK)
+    exact: Any = getattr(judged, "exact", None)
     if exact is None or not isinstance(exact[0].collapsed, Whole):
         return None
     return Corrected(exact[0], exact[1], word.verdict)

@@ -270,7 +270,7 @@ class Result:
             source, how = self._source, {"var_name": var_name, "seed": 0}
             with suppress(ValueError):  # there is none of a guide that is a point in some sites
                 how["verdict"] = self.verdict
-                better = for_loo(self._word)
+                better = for_loo(self._word, self._weighed)
                 if better is not None and self.verdict.ok:
                     source, how["verdict"] = better.guide, better
             how["num_samples"] = times_for_loo(source) * self._draws

@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from ..diagnostics import Diagnosis, KHat
-from ..diagnostics.by_weights import by_weights, can_be_corrected
+from ..diagnostics.by_weights import by_weights
 from ..diagnostics.correction import doubt_of
 from ..diagnostics.verdict import PATIENCE, QUICK
+from ..guides import AutoFullRankNormal
 from ..hierarchy import AutoHierarchical
 from ..hierarchy.marginal import work_of_draw
 from ..runtime.run import CannotBatch
@@ -19,6 +20,8 @@ from ..runtime.run import CannotBatch
 LITTLE, MUCH, PATIENT = 10_000, 1_000_000, 1.0
 #: data times points of the quadrature up to which units of a hierarchy are integrated out, or so
 SUMMED = 100_000
+#: whose tails are lighter than a posterior's, which few weights that are all but equal may not show
+TAILS = AutoFullRankNormal, AutoHierarchical
 
 
 def word_on(fit: Any) -> KHat | Diagnosis:
@@ -37,7 +40,7 @@ def word_on(fit: Any) -> KHat | Diagnosis:
             if work_of_draw(guide.units, data) <= SUMMED:
                 found = by_weights(*fit._weighed)
                 return found or replace(fit.khat, doubt=doubt_of(*fit._weighed[1:4]))
-        elif fit.khat.nearly_equal and not can_be_corrected(guide):
+        elif fit.khat.nearly_equal and not isinstance(guide, TAILS):
             return fit.khat  # chains have more noise
         elif little or (work <= MUCH and not fit.khat.ok and fit._weighing <= PATIENT):
             return fit.diagnosis

@@ -18,6 +18,7 @@ from pyro_ngvi.hierarchy.whole import Whole
 from pyro_ngvi.runtime.model_density import map_draws
 
 HOW: Any = {"seed": 0, "progress": False}
+GAUSSIAN: Any = HOW | {"guide": "AutoFullRankNormal"}  # by itself fit takes the Beta or Gamma
 Y = torch.zeros(20, dtype=torch.float64)
 
 
@@ -36,7 +37,7 @@ def rates(y: Tensor, d: int) -> None:
 
 
 def test_ends_and_moments_are_those_of_the_closed_form() -> None:
-    fit = ngvi.fit(never_seen, Y, **HOW)
+    fit = ngvi.fit(never_seen, Y, **GAUSSIAN)
     found: Any = fit.verdict
     assert isinstance(found, Corrected) and found.decision == "intervals"
     assert "k-hat" in repr(fit) and "globals" not in repr(fit)
@@ -68,7 +69,7 @@ def test_the_guide_is_compared_with_them_and_no_chain_runs(
         raise AssertionError("chains")
 
     monkeypatch.setattr("pyro_ngvi.diagnostics.by_chains.run_chains", runs)
-    fit = ngvi.fit(model, **HOW)
+    fit = ngvi.fit(model, **GAUSSIAN)
     found = fit.diagnosis
     assert found.ok and found.integrated and found.accepted != found.accepted  # NaN
     assert " by weights (" in found.verdict
@@ -128,7 +129,7 @@ def test_many_data_are_no_hindrance() -> None:
         with pyro.plate("data", len(y)):
             pyro.sample("y", dist.Bernoulli(a), obs=y)
 
-    a = ngvi.fit(model, y, **HOW).sample(4000, seed=0)["a"]
+    a = ngvi.fit(model, y, **GAUSSIAN).sample(4000, seed=0)["a"]
     for p in 0.025, 0.975:
         at = 1.0 - (1.0 - p) ** (1.0 / (len(y) + 1.0))
         below = float((a <= at).double().mean())
@@ -137,14 +138,14 @@ def test_many_data_are_no_hindrance() -> None:
 
 def test_leaving_one_out_is_that_of_the_closed_form() -> None:
     """p(y_i = 0 | the other 19) = 20 / 21; the se of 4,000 draws is below .01 of 20 terms."""
-    fit = ngvi.fit(never_seen, Y, **HOW)
+    fit = ngvi.fit(never_seen, Y, **GAUSSIAN)
     found = fit.loo()
     elpd = float(getattr(found, "elpd_loo", None) or found.elpd)
     assert elpd == pytest.approx(20.0 * torch.tensor(20.0 / 21.0).log().item(), abs=0.01)
 
 
 def test_what_is_read_is_corrected_and_can_be_told_from_the_guide() -> None:
-    fit = ngvi.fit(never_seen, Y, **HOW)
+    fit = ngvi.fit(never_seen, Y, **GAUSSIAN)
     idata, own = fit.to_arviz(num_samples=500, seed=0), fit.to_arviz(corrected=False, seed=0)
     assert idata.attrs["resample"] == "corrected" and "resample" not in own.attrs
     assert idata["posterior"].sizes["draw"] == 500 and idata.attrs["guide"] == "AutoFullRankNormal"
@@ -156,7 +157,7 @@ def test_what_is_read_is_corrected_and_can_be_told_from_the_guide() -> None:
 @pytest.mark.parametrize("d", [3, 21])
 def test_only_few_latent_variables_are_tried(d: int) -> None:
     y = Y.new_zeros(21)
-    fit = ngvi.fit(rates, y, d, guide="AutoFullRankNormal", **HOW)
+    fit = ngvi.fit(rates, y, d, **GAUSSIAN)
     assert isinstance(fit.diagnosis, Diagnosis) and fit.diagnosis.may_be_off
     how = rates, fit.guide, (y, d), {}
     assert (by_weights(*how, fit.khat) is None) is (d == 21)
@@ -167,7 +168,7 @@ def test_other_guides_and_modes_are_left_alone() -> None:
         a, b = (pyro.sample(name, dist.Normal(Y.new_zeros(()), 1.0)) for name in "ab")
         pyro.sample("y", dist.Normal(a * b, 0.3), obs=Y.new_tensor(1.0))
 
-    fit = ngvi.fit(turned, guide="AutoFullRankNormal", **HOW)
+    fit = ngvi.fit(turned, **GAUSSIAN)
     assert not isinstance(fit.verdict, Corrected) and not fit.verdict.ok
     fit = ngvi.fit(never_seen, Y, guide="AutoMeanFieldNormal", **HOW)
     assert not isinstance(fit.verdict, Corrected)
