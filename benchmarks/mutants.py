@@ -1310,7 +1310,7 @@ DIAGNOSTICS = (
     ),
     Mutant(
         "advice: sites for any number of latent variables",
-        "fitting/advice.py",
+        "fitting/structure.py",
         "return self.whole and d > FEW and",
         "return self.whole and",
         ("../contract/test_wide",),

@@ -26,7 +26,7 @@ from ..optim.rule import require
 from ..runtime.run import Minibatches
 from ..runtime.store import ModuleParams
 from . import door
-from .advice import Advice, Structure, advise
+from .advice import Advice, advise
 from .batches import Batches
 from .checkpoint import called, collect, restore, write
 from .kept import Kept
@@ -34,6 +34,7 @@ from .ladder import climb
 from .progress import Progress, signals
 from .result import Result
 from .stop import StopRule
+from .structure import Structure
 
 #: seconds between checkpoints
 EVERY = 60.0

@@ -18,8 +18,8 @@ from ..guides import AutoCouplingFlow, AutoExponentialFamily, AutoMixtureNormal
 from ..guides.found import SHARE, held
 from ..hierarchy import AutoHierarchical
 from ..runtime.density import LatentLayout
-from .advice import Structure
 from .checkpoint import called
+from .structure import Structure
 
 #: latent variables above which a flow costs too much
 FLOW = 100

@@ -22,11 +22,11 @@ from ..linalg.host import own_random_state
 from ..runtime.checks import refuse_minibatches
 from ..runtime.told_in import told_in
 from ..runtime.waiting import bars_if
-from .advice import Structure
 from .batches import Epoch
 from .ladder import Rung
 from .plot import plot_steps
 from .progress import gap_of_late
+from .structure import Structure
 from .ways import flat_in, prior_alone, way_on
 from .word import word_on
 

@@ -24,8 +24,8 @@ from ..runtime.pyro_adapter import is_marked
 from ..runtime.run import look
 from ..runtime.store import ModuleParams
 from ..sites.site_guide import SiteGuide
-from .advice import sites_take
 from .ladder import FLOW
+from .structure import sites_take
 
 if TYPE_CHECKING:
     from .result import Result
@@ -48,6 +48,8 @@ def way_on(fit: Result) -> str:
     climbs = climbs and not getattr(fit.svi.optim, "_has_others", False)
     if fit.khat.rounded and not verdict.ok:
         return ""  # that says what comes first
+    if whole and not verdict.ok and (flat := fit._structure.improper):
+        return f"{flat[0]!r} has an improper prior, and the posterior may be: give it a proper one."
     if isinstance(guide, AutoHierarchical):
         # what is not k-hat has tried corrected draws, which may not be taken then
         call = guide, *fit.args

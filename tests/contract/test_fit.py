@@ -1605,6 +1605,23 @@ def test_a_conjugate_posterior_is_found_as_it_is() -> None:
     assert ngvi.advise(rates, y, loss=Trace_ELBO()).guide is ngvi.AutoFullRankNormal
 
 
+def test_a_verdict_that_is_bad_says_which_prior_is_improper() -> None:
+    """No mass is finite of two means of which data tell the sum."""
+    real = dist.constraints.real
+
+    def two(y: Tensor, prior: Any) -> None:
+        a, b = pyro.sample("a", dist.Normal(0.0 * y[0], 1.0)), pyro.sample("b", prior)
+        c: Any = pyro.sample("c", prior)
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(a + b + c, 1.0), obs=y)
+
+    for prior in dist.ImproperUniform(real, (), ()), dist.Normal(torch.zeros(()), 10.0):
+        found = ngvi.fit(two, torch.randn(9), prior, seed=0, max_steps=150, progress=False)
+        is_flat = isinstance(prior, dist.ImproperUniform)
+        assert ("'b' has an improper prior, and the posterior may be:" in str(found)) is is_flat
+        assert found.verdict.ok is not is_flat
+
+
 def test_draws_of_units_that_the_model_draws_anew_are_refused() -> None:
     def part(y: Tensor) -> None:
         m = pyro.sample("m", dist.Normal(0.0, 5.0))

@@ -11,7 +11,7 @@ from pyro import poutine
 from torch import Tensor
 
 import pyro_ngvi as ngvi
-from pyro_ngvi.fitting.advice import FEW
+from pyro_ngvi.fitting.structure import FEW
 
 N, D = 150, FEW + 20
 X = torch.randn(N, D, generator=torch.Generator().manual_seed(0)).double() / 4.0
@@ -134,7 +134,7 @@ def test_what_is_given_decides() -> None:
 def test_a_design_that_would_fill_the_memory_gets_no_sites(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, bound in (("DESIGN", N * D - 1), ("WORK", N * D * D - 1)):
         with monkeypatch.context() as patch:
-            patch.setattr(f"pyro_ngvi.fitting.advice.{name}", bound)
+            patch.setattr(f"pyro_ngvi.fitting.structure.{name}", bound)
             assert ngvi.advise(logistic, X, Y).guide is ngvi.AutoFullRankNormal
-            patch.setattr(f"pyro_ngvi.fitting.advice.{name}", bound + 1)
+            patch.setattr(f"pyro_ngvi.fitting.structure.{name}", bound + 1)
             assert ngvi.advise(logistic, X, Y).guide is ngvi.AutoSites
