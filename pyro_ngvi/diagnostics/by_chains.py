@@ -7,7 +7,7 @@ correlation, an entry whose chain is linear has
 
     E x_T - mu = rho (E x_0 - mu),    Var x_T - v = rho^2 (Var x_0 - v),                             (1)
 
-mu and v of the posterior, for which :func:`diagnose` solves.
+mu and v of the posterior, for which :func:`diagnose` solves, rho cut to [0, 0.7].
 """
 
 from __future__ import annotations
@@ -47,10 +47,9 @@ def diagnose(
     """Whether to believe a trained guide, by short chains from its draws: bounds on errors of means and
     sds of every site, as it is and unconstrained, where k-hat tells of the joint distribution alone.
 
-    Hamiltonian Monte Carlo of T steps leads draws x_0 to x_T, the last four states; with rho their
-    correlation, cut to [0, 0.7], an entry has (Wang, Kasprzak & Huggins 2023, AISTATS, for the idea)
-
-        mean = E x_0 + (E x_T - E x_0) / (1 - rho),   Var = Var x_0 + (Var x_T - Var x_0) / (1 - rho^2).
+    Hamiltonian Monte Carlo of T steps leads draws to their last four states, and equation (1) of
+    :mod:`pyro_ngvi.diagnostics.by_chains` from both to the posterior (Wang, Kasprzak & Huggins 2023,
+    AISTATS, for the idea).
 
     Not where ``16 * num_steps`` gradients for all chains at once cost too much, nor for several modes,
     between which short chains do not go (those of an :class:`~pyro_ngvi.AutoMixtureNormal` have their

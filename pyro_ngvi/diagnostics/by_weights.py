@@ -19,8 +19,7 @@ from .khat import EVEN, HALF, KHat
 from .proposal import LIGHT, proposal
 from .verdict import PATIENCE, QUICK
 
-#: latent variables that a copula of slices is tried for, and the share of even weights it must have: of
-#: weights without a variance, k-hat above 1/2, ends of intervals were off by .6 sd
+#: latent variables that a copula of slices is tried for, and the share of even weights it must have
 FEW, SHARE = 20, 0.25
 #: proposals that are tried, which differ: the second where k-hat is above by so much, or half the share
 TRIES, NEAR = 2, 0.1

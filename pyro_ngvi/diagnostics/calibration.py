@@ -1,12 +1,9 @@
 r"""Simulation-based calibration: whether fits to data that the model makes find what made them.
 
-For theta from the prior and y given it, theta and S draws theta_s from the exact posterior given y are
-exchangeable, so that with u uniform on [0, 1]
-
-    PIT = (#{s: theta_s < theta} + u (1 + #{s: theta_s = theta})) / (S + 1)                       (1)
-
-is uniform, for discrete theta too.  PITs end at 1 / (S + 1), which is 3.3 sds for 1,000 draws: where
-many truths lie beyond all draws, z = Phi^-1(PIT) is instead their distance from the draws in sds.
+For theta from the prior and y given it, theta and S draws from the exact posterior given y are
+exchangeable, so that PITs (:class:`Calibration`) are uniform, for discrete theta too.  They end at
+1 / (S + 1), which is 3.3 sds for 1,000 draws: where many truths lie beyond all draws, z = Phi^-1(PIT)
+is instead their distance from the draws in sds.
 """
 
 from __future__ import annotations
@@ -295,8 +292,8 @@ def _drawn_sites(program: Callable[[], Any]) -> Sites:
 
 
 def _pits(fitted: Fitted, truth: Mapping[str, Tensor], num_samples: int) -> dict[str, np.ndarray]:
-    """Equation (1) for what the model shows at the truth and at draws of the guide, and the distance of
-    the truth from their mean in sds of theirs: (2, ...) by site."""
+    """PITs of what the model shows at the truth and at draws of the guide, and the distance of the
+    truth from their mean in sds of theirs: (2, ...) by site."""
     draws, _ = guide_draws(fitted.guide, num_samples)
     values = {name: torch.cat([truth[name][None], draws[name]]) for name in fitted.latent}
 

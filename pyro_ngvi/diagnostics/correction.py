@@ -50,10 +50,9 @@ def corrected(guide: Any, *args: Any, points: int | None = None, **kwargs: Any) 
     """The guide r(v) prod_i p(u_i | y_i, v) that ``to_arviz(..., corrected=True)`` takes draws of.
 
     Units u_i follow their globals v exactly, and r(v) has marginals from slices of p(v | y), tails too.
-    It is a guide of the whole model, for :func:`pyro_ngvi.khat` and the rest, whose weights no number
-    of units makes uneven (``to_arviz(..., resample="psis")`` takes them):
-
-        w_s propto p(v_s) prod_i p(y_i | v_s) / r(v_s).
+    It is a guide of the whole model, for :func:`pyro_ngvi.khat` and the rest, whose weights w_s of
+    :mod:`pyro_ngvi.diagnostics.correction` no number of units makes uneven
+    (``to_arviz(..., resample="psis")`` takes them).
 
     Args:
         guide: a trained :class:`~pyro_ngvi.AutoHierarchical`.

@@ -6,8 +6,7 @@ q the proposal and t a multivariate Student t around the same mean, of more than
 (Hesterberg 1995, "Weighted average importance sampling and defensive mixture distributions",
 Technometrics 37).  A copula has one correlation everywhere.  Where an entry is the wider the larger
 another one is, as the mean of few data and their scale, it has the far end of that on one side alone,
-draws hardly ever the other, and its weights look well: of means and sds of three to five data 8 of 25
-that they let pass had an end off by more than .4 sd, or an sd by more than 20 %; and none with t.
+draws hardly ever the other, and its weights look well.
 """
 
 from __future__ import annotations

@@ -69,14 +69,6 @@ def to_arviz(
     Arrays of more than ten million numbers are stored in float32, but for ``posterior``. The model runs
     batched over the draws, or once for each where it cannot. Not for a model that subsamples its data.
 
-    With ``resample="psis"`` draws of the posterior and from it are resampled in proportion to their
-    Pareto-smoothed weights (a draw of weight w comes S w times, rounded up or down); ``sample_stats``
-    keeps the guide's own, and in ``resampled_from`` which of them each is. It can correct what k-hat
-    finds correctable, no more. With ``corrected`` draws of an
-    :class:`~pyro_ngvi.AutoHierarchical` are resampled ones of :func:`pyro_ngvi.diagnostics.corrected`,
-    of four times as many where one would come more than ten times and be more than one in a hundred;
-    statistics are then of those taken.
-
     The attributes of the container and of ``posterior`` hold ``decision`` ("intervals", "resample",
     "unusable" or "unclear") and ``verdict``, the same in words (:class:`~pyro_ngvi.diagnostics.KHat`);
     ``khat``, ``khat_threshold``, ``kl`` and ``ess``, of ``khat_samples`` draws; ``num_samples``,
@@ -101,8 +93,14 @@ def to_arviz(
         dims: names of all dimensions by site or argument.
         seed: makes the result repeatable and leaves the global random state as it was.
         batch_size: draws that the model sees at once; ``None`` for a number that bounds memory.
-        resample: ``"psis"`` for importance resampling, ``None`` for the guide's own draws.
-        corrected: whether to correct a hierarchical guide; it implies ``resample="psis"``.
+        resample: ``"psis"``: draws of the posterior and from it are resampled in proportion to their
+            Pareto-smoothed weights (a draw of weight w comes S w times, rounded up or down);
+            ``sample_stats`` keeps the guide's own, and in ``resampled_from`` which of them each is. It
+            can correct what k-hat finds correctable, no more. ``None``: the guide's own draws.
+        corrected: whether draws of an :class:`~pyro_ngvi.AutoHierarchical` are resampled ones of
+            :func:`pyro_ngvi.diagnostics.corrected`, of four times as many where one would come more
+            than ten times and be more than one in a hundred; statistics are then of those taken. It
+            implies ``resample="psis"``.
         discrete: whether to draw the sites that are summed out, given the others and the data.
         predictions: the model's arguments at new data, ``(X_new,)``, or its keyword arguments,
             ``{"X": X_new}``. Names of dimensions hold for them, ``coords`` do not.

@@ -27,8 +27,8 @@ class Moved(Shift):
     tensors of the site's shape.
 
     Attributes:
-        mean: the posterior's mean less the guide's, in sds of the chains' ends, by the equation of
-            :func:`pyro_ngvi.diagnose`, and ``mean_error`` its standard error.
+        mean: the posterior's mean less the guide's, in sds of the chains' ends, by (1) of
+            :mod:`pyro_ngvi.diagnostics.by_chains`, and ``mean_error`` its standard error.
         log_sd: logarithm of the posterior's sd over the guide's, and ``log_sd_error``.
         ends: those (2, ...) of the 95 % intervals of the chains' ends less the guide's, in sds of the
             former, and ``ends_error``; 0 of unconstrained entries.
@@ -166,7 +166,7 @@ def _where(varies: Tensor, found: Moved) -> Moved:
 
 
 def moved(before: Tensor, after: Tensor, chains: int | None = None) -> Moved:
-    """Solutions of (1) of :mod:`.diagnosis` from draws (T, ...) of a site, of which S ``chains`` begin
+    """Solutions of (1) of :mod:`.by_chains` from draws (T, ...) of a site, of which S ``chains`` begin
     at the first, and their last states (K S, ...), one after the other."""
     S, varies = len(before) if chains is None else chains, (before != before[0]).any(0)
     own, new = (x.double().numpy(force=True) for x in (before, after))

@@ -1,10 +1,8 @@
 """The rows of a rank, and which terms of the log joint it has alone: those in plates of the shards.
 
-    log p(y, z) = sum_r log p(y_r | z) + log p(z)  =  1/R sum_r [R log p(y_r | z) + log p(z)]
-
-so that with a factor R on the terms of the shards, and on no others, the *mean* over ranks of what is
-linear in log p is that of all data.  All other terms, and the draws of the guide, have to be the same
-on all ranks, which is looked at once.
+With a factor R on these, and on no others, the *mean* over ranks of what is linear in log p is that of
+all data (:func:`.wrap`).  All other terms, and the draws of the guide, have to be the same on all
+ranks, which is looked at once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""SVI on several processes: each has its data, and all take the same step.
-
-What the loss of a rank leaves (gradients, curvature, the loss itself) is averaged over ranks *before*
-the optimizer sees it, so that gain, trust region and momentum are those of one process with all data.
-"""
+"""SVI on several processes: each has its data, and all take the same step, as :func:`.wrap` says."""
 
 from __future__ import annotations
 
@@ -200,11 +196,8 @@ class DistributedSVI(SVI):
 class SitesSVI(DistributedSVI):
     """With a guide of sites: each rank has those of its data, and the guide sums what they say.
 
-        q(eps) prop. p(eps) prod_r t_r(eps),   t_r = exp(c_r + h_r' eps - eps' P_r eps / 2),
-
-    so that of the data of rank r nothing has to be known elsewhere but c_r, h_r and P_r, sums over all
-    of its rows, and a sum of expected log likelihoods.  The steps are those of one process with all
-    data: synchronous partitioned VI (Bui, Nguyen, Swaroop & Turner 2018, arXiv:1811.11206).
+    Of the data of a rank nothing has to be known elsewhere but c, h and P of
+    :mod:`pyro_ngvi.sites.dense`, sums over all of its rows, and a sum of expected log likelihoods.
     """
 
     def _averaged(self, loss: Any, params: list[Tensor]) -> Any:

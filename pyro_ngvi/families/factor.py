@@ -56,14 +56,9 @@ _draw_given = with_backward(_draw, _given_the_draw)
 class FactorNormal(FactorFamily):
     """Gaussians with covariance Sigma = B B' + diag(c^2): z = mu + B e1 + c o e2 of noise (r + d,).
 
-    Stored: ``loc`` = mu (d,), ``factor`` = B (d, r), ``log_scale`` = log c (d,).  In the local frame a
-    tangent (t, U, v) means dmu = T t with T T' = Sigma, dB = diag(c) U and d log c = v, and
-
-        <u, F u> = |t|^2 + tr(Sigma^-1 dSigma Sigma^-1 dSigma) / 2,
-
-    solved with the cross block of B and c in O(d r^2) (:mod:`pyro_ngvi.families.factor_base`).  Not for
-    posteriors close to independent (:class:`MeanFieldNormal`) nor d below about 100
-    (:class:`FullRankNormal`).
+    Stored: ``loc`` = mu (d,), ``factor`` = B (d, r), ``log_scale`` = log c (d,).  Local frame, Fisher
+    matrix and its inverse in O(d r^2): :mod:`pyro_ngvi.families.factor_base`.  Not for posteriors close
+    to independent (:class:`MeanFieldNormal`) nor d below about 100 (:class:`FullRankNormal`).
 
     Args:
         rank: number r of columns of B, at least 1 and smaller than d.
@@ -143,9 +138,8 @@ _draw_priced = with_backward(_draw_by_precision, _price)
 class FactorPrecisionNormal(FactorFamily):
     """Gaussians with precision P = U U' + diag(s), of Mishkin et al. (2018, arXiv:1811.04504).
 
-    Stored: ``loc`` = mu (d,), ``factor`` = U (d, L), ``log_precision`` = log s (d,).  In the frame a
-    tangent (t, V, v) means dmu = T t with T T' = P^-1, dU = diag(s^(1/2)) V, d log s = 2 v; F is that
-    of :class:`FactorNormal` with P and dP in the place of Sigma and dSigma.
+    Stored: ``loc`` = mu (d,), ``factor`` = U (d, L), ``log_precision`` = log s (d,).  Local frame:
+    :mod:`pyro_ngvi.families.factor_base` with M = P, B = U and c = s^(1/2), so that d log s = 2 v.
 
     Not where :class:`FactorNormal` is not, nor for L above some d / 3: where s is superfluous, NGVB's
     steps in log s are slow and at times astray.

@@ -40,12 +40,8 @@ Frame = tuple[Tensor, Tensor]
 class WalshHadamardNormal(AugmentedGaussian, NormalFamily):
     """Gaussians on the entries u (d,) of a matrix: any in a Walsh-Hadamard space, white noise outside.
 
-    With Q (d, K) orthonormal coordinates of the space of matrices S1 H diag(g) H S2 (:meth:`embed`),
-
-        v = Q'u ~ N(loc, S_v) of ``base``,    (I - QQ') u ~ N(0, sigma^2) on d - K dimensions.
-
-    In the local frame F is that of ``base``, and 2 (d - K) for log sigma.  A draw or a density is O(d).
-    Not for K close to d (:class:`MeanFieldNormal`), nor for S1, S2 that are not signs.
+    Equations: :mod:`pyro_ngvi.families.walsh_hadamard`, where v (K,) is of ``base`` and Q is
+    :meth:`embed`.  Not for K close to d (:class:`MeanFieldNormal`), nor for S1, S2 that are not signs.
 
     Args:
         matrix: the blocks; d is the number of its entries.

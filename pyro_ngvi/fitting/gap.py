@@ -57,8 +57,7 @@ Parts = list[Tensors]
 
 @dataclass(frozen=True)
 class Gap:
-    """Nats of ELBO still to gain within the family: gap = x' b / 2, H x = a, with H the Hessian of the
-    loss and a, b means of its gradient over different noise, so that their noise adds nothing.
+    """Nats of ELBO still to gain within the family, by (2) of :mod:`pyro_ngvi.fitting.gap`.
 
     Attributes:
         nats: this estimate, below zero by chance where little is left.

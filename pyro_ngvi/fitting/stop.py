@@ -43,11 +43,8 @@ class StopRule:
     r"""Tells a loop over ``svi.step`` when to end, by what is still to gain.
 
     "converged": the ELBO of what the guide holds is at most ``tol`` nats below the best of its family
-    *near by*, by a :class:`~pyro_ngvi.fitting.Gap` with g and H gradient and Hessian of the loss there:
-
-        gap + error <= tol,    error <= tol / 2,    gap = g' H^-1 g / 2.
-
-    It needs a guide of ours with a known Fisher matrix; or Pyro's ``AutoNormal``,
+    *near by*: a :class:`~pyro_ngvi.fitting.Gap` plus its error is at most that, the error at most
+    tol / 2.  It needs a guide of ours with a known Fisher matrix; or Pyro's ``AutoNormal``,
     ``AutoDiagonalNormal``, ``AutoMultivariateNormal`` or ``AutoLowRankMultivariateNormal``, with Pyro's
     ``Trace_ELBO``, ``TraceGraph_ELBO`` or ``TraceEnum_ELBO`` and a model that ``vmap`` can run.  For
     others, for means of which float32 hardly resolves the sds, or where the model has parameters, the

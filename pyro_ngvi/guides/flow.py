@@ -193,13 +193,9 @@ class AutoCouplingFlow(AutoFlow):
 class AutoOrthogonalFlow(AutoFamily):
     r"""A normalizing flow of elementwise activations psi between rotations W of all latent variables.
 
-    With eps ~ N(0, I), over the flat unconstrained vector z (d,), for one layer
-
-        z = W_1 (s_1 o psi(L eps + b_0)) + mu
-
-    with W orthogonal, s positive, L a lower triangle, and in psi a skewness and a tail of each
-    coordinate (:class:`~pyro_ngvi.families.OrthogonalFlow`).  One layer says skewness; curved
-    posteriors need ``layers=2`` or more.
+    Over the flat unconstrained vector z (d,), with a skewness and a tail of each coordinate in psi;
+    equations: :class:`~pyro_ngvi.families.OrthogonalFlow`.  One layer says skewness; curved posteriors
+    need ``layers=2`` or more.
 
     Train it by :class:`~pyro_ngvi.optim.SPRING` with ``BatchedELBO(128, curvature="scores")``, by
     :class:`~pyro_ngvi.IFVB` or by :class:`~pyro_ngvi.AIFVB`, which all move the W as rotations.

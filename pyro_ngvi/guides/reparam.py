@@ -93,15 +93,12 @@ class WalshHadamardTransform(Transform):
 class WalshHadamardReparam(Reparam):
     r"""A Gaussian site made of few numbers g, for ``poutine.reparam``.
 
-    A site W ~ N(loc, scale^2), entry by entry, of shape (n, m) becomes
-
-        g ~ N(0, g_scale^2 I),        W = loc + scale o U(g),        U(g) = sqrt(D) S1 H diag(g) H S2
-
-    (:class:`~pyro_ngvi.linalg.walsh_hadamard_matrix.WalshHadamardMatrix` has the blocks for any n and
-    m): the site "W" becomes a deterministic one, with the latent "W_g" (num_g,) in its place; loc and
-    scale may depend on other sites.  The diagonals start as random signs, a function of the name of the
-    site, and are parameters "W_left" and "W_right", left to ``others`` by natural-gradient optimizers;
-    with ``NGVB`` pass ``averaging=False`` while they are trained.
+    A site W ~ N(loc, scale^2), entry by entry, of shape (n, m) becomes W = loc + scale o U(g), with
+    g ~ N(0, g_scale^2 I) and U of :mod:`pyro_ngvi.linalg.walsh_hadamard_matrix` (Rossi, Marmin &
+    Filippone 2020): the site "W" becomes a deterministic one, with the latent "W_g" (num_g,) in its
+    place; loc and scale may depend on other sites.  The diagonals start as random signs, a function of
+    the name of the site, and are parameters "W_left" and "W_right", left to ``others`` by
+    natural-gradient optimizers; with ``NGVB`` pass ``averaging=False`` while they are trained.
 
     This is another model, with another evidence, whose bound says nothing of yours, and W has no
     density.  Not for sites that need every entry to move on its own.
@@ -113,8 +110,6 @@ class WalshHadamardReparam(Reparam):
     Raises:
         ValueError: at a run of the model, for a site that is observed, not Gaussian, or whose event
             shape is empty.
-
-    Source: Rossi, Marmin & Filippone (2020, NeurIPS).
 
     Example:
         >>> import pyro, torch, pyro.distributions as dist, pyro_ngvi as ngvi

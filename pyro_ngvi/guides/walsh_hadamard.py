@@ -46,8 +46,7 @@ class AutoWalshHadamard(AutoProduct):
     powers of two, in place of n m, and about n + m numbers in the diagonals S1 and S2.  q(g) is
     Gaussian; all other sites share one more.  Rules for Gaussian families train both, ``others`` the
     diagonals: ``NGVB(guide, others=pyro.optim.Adam({"lr": 0.01}))``.  A full Gaussian among the parts
-    leaves NGVB, IFVB and AIFVB.  While diagonals are trained the guide holds the last iterate: the
-    average of the past's g does not fit today's diagonals.
+    leaves NGVB, IFVB and AIFVB.  While diagonals are trained the guide holds the last iterate.
 
     **The objective** is the bound of the reparameterised model, not of yours: the site W carries
     log p(W) - log p(g) in its log density, p(g) = N(0, g_scale^2 I), because W, a linear image of fewer
@@ -59,9 +58,9 @@ class AutoWalshHadamard(AutoProduct):
     losses do not; use ``BatchedELBO(kl_weight=...)``.  The prior of a chosen site has to be the same at
     every call, which is not checked.
 
-    g starts at the matrix nearest to the starting value of W, made as long.  Start networks at the
-    weights of a module (``init_loc_fn=model.init_to_module``) or at draws of the prior: at zero, the
-    default, hidden layers get a gradient from the noise of q alone.  Not for a few hundred weights,
+    g starts at the matrix nearest to the starting value of W, made as long.  Start networks away from
+    zero, the default (:class:`~pyro_ngvi.nn.WalshHadamardLinear` says why): at the weights of a module
+    (``init_loc_fn=model.init_to_module``) or at draws of the prior.  Not for a few hundred weights,
     which :class:`AutoMatrixNormal` or :class:`AutoFullRankNormal` fit better.
 
     Args:

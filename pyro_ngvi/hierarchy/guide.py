@@ -41,29 +41,25 @@ class AutoHierarchical(MadeAtFirstCall):
     r"""Random effects that follow their globals: q(v, u) = q(v) prod_i q(u_i | v).
 
     ``globals`` makes the guide of v, any of this package or of Pyro.  The latent variables u_i of unit
-    i (a patient, a school, a user) keep their Gaussian prior given v, *exactly*, times a Gaussian site:
-
-        q(u_i | v) propto p(u_i | v) exp(nu_i' u_i - u_i' Lambda_i u_i / 2),
-
-    so that effects shrink as their scale does.  Write models centred, u ~ Normal(m, s), or name the
-    effect, ``u = pyro.deterministic("u", m + s * z)`` (as Pyro's ``LocScaleReparam`` does).
+    i (a patient, a school, a user) keep their Gaussian prior given v, *exactly*, times a Gaussian site
+    of parameters nu_i and Lambda_i (:mod:`pyro_ngvi.hierarchy.conditional`).  Write models centred,
+    u ~ Normal(m, s), or name the effect, ``u = pyro.deterministic("u", m + s * z)`` (as Pyro's
+    ``LocScaleReparam`` does).
 
     Units are the entries of the largest plate that has Gaussian latent sites (``Normal``,
     ``MultivariateNormal``, ``LogNormal``); everything else is global.  The plate may be subsampled: a
     step costs what its minibatch costs, and a unit that is not seen still follows v by its prior.
     Where they depend on each other given v (series, fields, crossed effects) there is one unit, a
     *block* of all Gaussian sites, up to 512 numbers, that change no scale; not for kinks there.
-    Globals phi that enter the likelihood *beside* u, as in b + x'u or as the scale of data, move what
-    these say of u: sites are exp(a_i' phi) (nu_i - C_i phi) and exp(a_i' phi) Lambda_i, a_i of scales
-    alone, phi their logarithms, for up to 128 numbers, and where no gradient jumps (Laplace); exact for
-    Gaussian data.  A step takes a backward pass more for each.  No globals in a minibatch of units.
+    Sites follow globals that enter the likelihood *beside* u, as in b + x'u or as the scale of data
+    (:mod:`pyro_ngvi.hierarchy.unit_sites`), up to 128 numbers, each a backward pass more in a step, and
+    where no gradient jumps (Laplace).  No globals in a minibatch of units.
 
     Sites are buffers, nu (n, k), Lambda (n, k, k), C (n, k, D), a (n, D) for n units of k latent
-    variables and D such numbers (``guide.units.followed``).  They step towards Lambda = E[H] and
-    nu = E[g + H m(v)], g and -H gradient and Hessian of log p(y_i | u_i, v), m(v) the mean of q(u_i),
-    when a loss is differentiated through draws of their units (and four times before the first), by
-    1 + k more backward passes, and hold still in ``guide.eval()``; any optimizer may train q(v).
-    ``guide.state_dict()`` saves them, Pyro's store does not.
+    variables and D such numbers (``guide.units.followed``).  They step when a loss is differentiated
+    through draws of their units (and four times before the first), by 1 + k more backward passes, and
+    hold still in ``guide.eval()``; any optimizer may train q(v).  ``guide.state_dict()`` saves them,
+    Pyro's store does not.
 
     Args:
         model: a Pyro model whose units, or whose block, are Gaussian given its other latent sites.

@@ -20,12 +20,10 @@ from .weights import centred_normal
 class WalshHadamardLinear(PyroModule):
     r"""y = x W' + b with W of Walsh-Hadamard blocks: ``nn.Linear`` with a latent g.
 
-        W = sd U(g),      U(g) = sqrt(D) S1 H diag(g) H S2,      g ~ N(0, g_scale^2 I),
-
-    block by block (Rossi, Marmin & Filippone 2020, NeurIPS).  A layer D x D has D latent numbers and
-    2 D in its diagonals, and W is never formed.  With diagonals of +-1, as they start, and g_scale 1
-    the entries of one row of W are a priori independent N(0, sd^2); outputs of one block are
-    uncorrelated at one x but not independent.
+    W = sd U(g) of :mod:`pyro_ngvi.linalg.walsh_hadamard_matrix` (Rossi, Marmin & Filippone 2020).  A
+    layer D x D has D latent numbers and 2 D in its diagonals, and W is never formed.  With diagonals of
+    +-1, as they start, and g_scale 1 the entries of one row of W are a priori independent N(0, sd^2);
+    outputs of one block are uncorrelated at one x but not independent.
 
     ``x`` (..., in_features) goes to (..., out_features).  The latent sites are "g" (num_g,), with prior
     N(0, g_scale^2), and "bias" (out_features,), with prior N(0, 1); replace a prior by setting the

@@ -184,8 +184,8 @@ class AIFVB(IFVB):
             batches: in place of ``args`` for a run on minibatches, what it went over: a ``DataLoader``,
                 or another iterable that can be gone through again, of tuples of arguments or of single
                 ones.  Their noise counts as that of independent minibatches.  Where an epoch has each
-                datum once, much of it cancels, and the errors are upper bounds (3 to 5 times the spread
-                over runs of 25 epochs); all data as ``args`` give the noise of draws, a lower one.
+                datum once, much of it cancels, and the errors are upper bounds; all data as ``args``
+                give the noise of draws, a lower one.
             num_gradients: gradients that the covariance of the noise is estimated from.
             num_hessians: repetitions of the Hessian by differences, 2 D gradients each.
 

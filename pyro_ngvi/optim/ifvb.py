@@ -10,10 +10,9 @@ so all that a guide has to offer is log q: Pyro's autoguides, mixtures, function
 
 **Guides that are not ours** are stepped in the unconstrained coordinates in which Pyro stores them, but
 for positive-definite matrices and Cholesky factors, and locations that go with them, which have frames
-(:mod:`pyro_ngvi.optim.frames`).  There F changes as q moves.  G comes from a few steps of conjugate
-gradients on products F v with the present F, exact ones where the sites of the guide have a KL in
-closed form, and else those of 64 fresh scores.  A step is held against the KL from the q before
-(:mod:`pyro_ngvi.optim.divergence`), and draws of such guides are steady while it trains them
+(:mod:`pyro_ngvi.optim.frames`).  There F changes as q moves, and G comes from conjugate gradients with
+the present F (:class:`~pyro_ngvi.fisher.ConjugateGradients`).  A step is held against the KL from the q
+before (:mod:`pyro_ngvi.optim.divergence`), and draws of such guides are steady while it trains them
 (:mod:`pyro_ngvi.distributions.steady`).
 
 **Our families** offer their frame: scores and gradients are taken in units of q itself, where F hardly
@@ -69,7 +68,8 @@ REST = "others' guides"
 class IFVB(NaturalGradientOptim):
     """Inversion-free variational Bayes: natural gradients for any guide that has a density.
 
-    Parameters on which log q does not depend (networks in the model, say) go to ``others``.
+    Parameters on which log q does not depend (networks in the model, say) go to ``others``.  Equations,
+    source, and what it is not for: :mod:`pyro_ngvi.optim.ifvb`.
 
     Args:
         guide: the guide that SVI trains: ours, Pyro's, a mixture of both in an ``AutoGuideList``, or a

@@ -50,10 +50,9 @@ the papers, precision and mean (Khan & Nielsen 2018, eq. 14; Tan 2021), kept ins
 positive-definite matrices by backtracking.  Both follow the same direction and differ in second order.
 
 Pyro's loss is the whole negative ELBO in nats (a sum over data, not a mean), so no data count enters.
-GPyTorch's ``NGD(num_data=N, lr=b)`` corresponds to a gain of b here.
 
 Sources: Amari (1998); Khan & Nielsen (2018, arXiv:1807.04489); Tan (2021, arXiv:2109.00375).  The noise
-clock, the radius and the symmetrised gradients are this project's; benchmarks/README.md measures them.
+clock, the radius and the symmetrised gradients are this project's.
 """
 
 from __future__ import annotations

@@ -24,8 +24,9 @@ The averages start with the first step's statistics (b is at least 1 / (k + 1)).
 matrices take natural-gradient steps of length a.
 
 Source: Zhang, Sun, Duvenaud & Grosse (2018, arXiv:1712.02390), Algorithm 2; the factors are those of
-Martens & Grosse (2015).  Not for posteriors far from S kron A: few data, shared weights; nor for a
-start far from the data, where S grows with the squares of the residuals and steps get short.
+Martens & Grosse (2015, arXiv:1503.05671).  Not for posteriors far from S kron A: few data, shared
+weights; nor for a start far from the data, where S grows with the squares of the residuals and steps
+get short.
 """
 
 from __future__ import annotations

@@ -98,12 +98,8 @@ class VOGN(_Preset):
     """Variational online Gauss-Newton: :class:`~pyro_ngvi.optim.VON` with the settings for networks.
 
     ``loss=BatchedELBO(num_particles, curvature="gauss_newton")``; the data must lie in a plate.  It is
-    positive, so the printed update needs no correction.
-
-    Args:
-        guide: an ``AutoMeanFieldNormal`` (or ``AutoFullRankNormal``).
-        lr, curvature_lr, momentum, further: those of :class:`~pyro_ngvi.optim.VON`, which says what is
-            refused; by default both rates are max(0.01, 1 / (10 + k^0.75)), and there is no averaging.
+    positive, so the printed update needs no correction.  Arguments and errors are those of ``VON``; by
+    default both rates are max(0.01, 1 / (10 + k^0.75)), and there is no averaging.
 
     Not for small models: :class:`~pyro_ngvi.NGVB` needs no rates there, and the exact Hessian is cheap.
 
@@ -188,11 +184,9 @@ class IVON(_Preset):
 
     so that q gains at most r^2 / 2 nats an entry in a step.
 
-    Args:
-        guide: an ``AutoMeanFieldNormal``.
-        lr, curvature_lr, momentum, further: those of :class:`~pyro_ngvi.optim.VON`, which says what is
-            refused; by default as in :class:`VOGN`, with a ``trust_radius`` r of 1 (sds), and no
-            ``damping``.  The published b = 1e-5 never learns a variance on a small problem.
+    Other arguments and errors are those of ``VON``; by default as in :class:`VOGN`, with a
+    ``trust_radius`` r of 1 (sds), and no ``damping``.  The published b = 1e-5 never learns a variance
+    on a small problem.
 
     Not for guides with correlations (:class:`~pyro_ngvi.optim.VON`, :class:`~pyro_ngvi.NGVB`).
 

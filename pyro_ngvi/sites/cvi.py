@@ -216,15 +216,13 @@ class SweepReport(StepReport):
 class CVI(NaturalGradientOptim):
     """Conjugate-computation VI: an optimizer for ``pyro.infer.SVI`` that steps the sites of AutoSites.
 
-        lambda_n <- (1 - b) lambda_n + b grad_mu_n E_q log p(y_n | f_n),   b at most ``lr``.
-
     The loss must be :class:`~pyro_ngvi.SitesELBO`.  One step with all data is a sweep; some ten usually
     do.  ``report()`` says how far the last one went (in float32 rounding below about 0.1).  Other
-    guides take :class:`~pyro_ngvi.NGVB`.  Symbols: :mod:`pyro_ngvi.sites.cvi`.
+    guides take :class:`~pyro_ngvi.NGVB`.  Equations: :mod:`pyro_ngvi.sites.cvi`.
 
     Args:
         guide: an :class:`~pyro_ngvi.AutoSites`, or an ``AutoGuideList`` that contains one.
-        lr: largest gain in (0, 1].  1 is right with all data, and for minibatches whose sites are
+        lr: largest gain b in (0, 1].  1 is right with all data, and for minibatches whose sites are
             visited in turn.  Take less where the targets are noisy: other guides in the list.
         others: a ``PyroOptim`` for parameters of the model (length-scales, noise) and of other guides;
             it begins at the second step.

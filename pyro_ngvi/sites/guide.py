@@ -296,11 +296,9 @@ class AutoSites(SiteGuide):
         seed: int = 0,
         **kwargs: Any,
     ) -> SiteMarginals:
-        """Marginal posteriors that are not Gaussian, and the evidence, at the hyperparameters of now:
+        """Marginal posteriors that are not Gaussian, and the evidence, at the hyperparameters of now.
 
-            p(x | y) propto q(x) E_q[prod_j p(y_j | f_j) / t_j(f_j) | x],
-
-        by products of expectations and their correlations to second order.  After the steps of CVI.
+        After the steps of CVI.  Equations: :mod:`pyro_ngvi.sites.corrections`.
 
         Args:
             args: as for :meth:`loo`, with ``kwargs``.

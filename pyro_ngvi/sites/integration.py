@@ -71,11 +71,7 @@ def integrate(
 
     For fixed hyperparameters theta the model is one for :class:`~pyro_ngvi.AutoSites`.  It is fitted by
     CVI at tens to some hundred points theta, chosen around the mode of p(theta | y), and the marginals
-    of :meth:`AutoSites.marginals` are mixed by the corrected evidences:
-
-        p(x | y) = sum_k w_k p(x | y, theta_k),    w_k propto p(y | theta_k) p(theta_k).
-
-    No draws are made but for
+    of :meth:`AutoSites.marginals` are mixed by the corrected evidences.  No draws are made but for
     ``samples``.  For one to some five hyperparameters.  Equations: :mod:`pyro_ngvi.sites.integration`.
 
     Args:

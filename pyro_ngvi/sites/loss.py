@@ -3,8 +3,8 @@ r"""SitesELBO: the exact ELBO of an AutoSites guide, up to quadrature.
     ELBO = log Z + sum_n w_n (E_q log p(y_n | f_n) - E_q log t_n(f_n)),
     log Z = log int p(z) prod_n t_n(f_n) dz,
 
-with E log p by the points of :mod:`pyro_ngvi.sites.expectation`; w_n is 1, or N / B in a minibatch of
-B.  Where minibatches learn the prior (:mod:`pyro_ngvi.sites.inducing`) it is
+with t_n the sites and E log p by the points of :mod:`pyro_ngvi.sites.expectation`; w_n is 1, or N / B
+in a minibatch of B.  Where minibatches learn the prior (:mod:`pyro_ngvi.sites.inducing`) it is
 sum_n w_n E_q log p(y_n | f_n) - KL(q || p).  Gradients in parameters of the model hold the *sites* and
 let q move with the prior (Adam, Chang, Khan & Solin 2021, "Dual parameterization of sparse variational
 Gaussian processes").  Latent sites r of other guides in an ``AutoGuideList`` are drawn, and
@@ -87,11 +87,8 @@ class SiteTargets(Snapshot):
 class SitesELBO(ELBO):
     """Negative ELBO, in nats, of an :class:`~pyro_ngvi.AutoSites` guide for ``pyro.infer.SVI``.
 
-        ELBO = log Z + sum_n w_n (E_q log p(y_n | f_n) - E_q log t_n(f_n)),
-
-    log Z = log int p(z) prod_n t_n(f_n) dz, t_n the sites, w_n 1 or N / B in a minibatch of B, and
-    E_q log p by quadrature; where minibatches learn the prior see :mod:`pyro_ngvi.sites.loss`.
-    ``loss_and_grads`` leaves on the guide what :class:`~pyro_ngvi.CVI` needs.
+    Equations: :mod:`pyro_ngvi.sites.loss`.  ``loss_and_grads`` leaves on the guide what
+    :class:`~pyro_ngvi.CVI` needs.
 
     Args:
         num_particles: draws of latent sites of other guides in an ``AutoGuideList``; without such

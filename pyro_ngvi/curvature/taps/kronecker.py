@@ -1,12 +1,7 @@
 r"""The two factors of the curvature of a layer's weight, from the backward pass that is run anyway.
 
-For a layer with inputs x_i and outputs W x_i, over data i and draws s,
-
-    A = mean_is x_i x_i',    S = mean_s sum_i scale_i g_i g_i',    g_i = d log p(y_i) / d(W x_i),
-
-approximate the Gauss-Newton matrix of vec W (row by row) by S kron A (Martens & Grosse 2015,
-arXiv:1503.05671).  The y_i are those observed.  A minibatch has its mean in A and its sum times the
-scale in S.
+They are A and S of :mod:`pyro_ngvi.optim.noisy_kfac`, for vec W row by row, E a mean over draws.  A
+minibatch has its mean in A and its sum times the scale in S.
 
 By site W (n, m) this leaves "kron_rows.W" (n, n) and "kron_columns.W" (m, m), and as "prior" (d,) the
 diagonal of the Hessian of -rest.  For other sites, such as biases, their gradients are enough.
