@@ -88,7 +88,7 @@ def naming_arguments(
     model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Iterator[None]:
     """Within it errors have a note on arguments of the model that torch does not mix with others, and
-    on those with NaN where values were invalid."""
+    on those with numbers that are not finite where values were invalid."""
     try:
         yield
     except (TypeError, RuntimeError, ValueError, AttributeError) as error:
@@ -97,7 +97,8 @@ def naming_arguments(
             dtype, wanted = getattr(x, "dtype", None), torch.get_default_dtype()
             kind = f"is of type {type(x).__name__}"
             if isinstance(x, Tensor):
-                if dtype in (wanted, torch.bool) or not any(w in str(error) for w in DTYPES):
+                said = ("two bool tensors",) if dtype is torch.bool else DTYPES
+                if dtype is wanted or not any(words in str(error) for words in said):
                     continue
                 kind = f"is of {dtype}, and the default is {wanted}"
             elif not hasattr(x, "__array__"):
@@ -128,11 +129,12 @@ def _by_name(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ma
 
 
 def _of_nan(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[str]:
-    """Which arguments have NaN, in words."""
+    """Which arguments have NaN or infinite numbers, in words."""
     for name, x in _by_name(model, args, kwargs).items():
-        missing = int(x.isnan().sum()) if isinstance(x, Tensor) else 0
-        if missing:
-            yield f"The argument {name!r} of the model is NaN in {missing} of {x.numel()} numbers."
+        for what, numbers in ("NaN", torch.isnan), ("infinite", torch.isinf):
+            count = int(numbers(x).sum()) if isinstance(x, Tensor) else 0
+            if count:
+                yield f"The argument {name!r} of the model is {what} in {count} of {x.numel()} numbers."
 
 
 def check_numbers(

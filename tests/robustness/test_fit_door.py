@@ -106,6 +106,7 @@ X, ONES = Y[:, None].double(), torch.ones(12).double()
         (X, ONES.numpy(), "y"),
         (X.float(), ONES, "x"),
         (X, ONES.long(), "y"),
+        (X, ONES.bool(), "y"),
     ],
 )
 @pytest.mark.parametrize("given", [False, True])
@@ -468,6 +469,20 @@ def test_nan_in_a_later_minibatch_ends_the_run(bad: str, optim: Any) -> None:
     with pytest.raises(ValueError) as told:
         ngvi.fit(line, data["x"], data["y"], guide="AutoFullRankNormal", **HOW)
     assert words[bad].replace("4", "12") in str([told.value, *getattr(told.value, "__notes__", ())])
+
+
+def test_infinite_numbers_are_named() -> None:
+    def mean(x: Tensor, y: Tensor) -> None:
+        w = pyro.sample("w", dist.Normal(torch.zeros(1), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+
+    x, said = X.clone(), "The argument 'x' of the model is infinite in 1 of 12 numbers."
+    x[3] = torch.inf
+    for model in line, mean:  # one has its density checked, a parameter of the other is no number
+        with pytest.raises(ValueError) as told:
+            ngvi.fit(model, x, ONES, **HOW)
+        assert said in str([told.value, *getattr(told.value, "__notes__", ())])
 
 
 def test_nan_that_a_model_knows_of_is_taken() -> None:
