@@ -80,14 +80,17 @@ def by_weights(
     if judged is None:
         return None
     sites, unconstrained, exact = judged
-    return Diagnosis(sites, unconstrained, weights, float("nan"), exact=exact)
+    heavy = {name: m for name, m in sites.items() if has_few(guide) and not m.is_known}
+    sites = {name: m for name, m in sites.items() if name not in heavy}
+    how: Any = {"exact": exact, "heavy": tuple(heavy)}
+    return Diagnosis(sites, unconstrained, weights, float("nan"), **how)
 
 
 def _by_slices(model: Any, guide: Any, args: Any, kwargs: Any, known: KHat, patience: float) -> Any:
     """:func:`.moved_by_weights`, of a model all of whose latent variables are globals, few of them.
 
-    A tail that is so long that a few draws make the sd is none of theirs, nor are other modes, but for
-    those that draws of the prior are in."""
+    A tail that is so long that a few draws make the sd is none of theirs, but in a deterministic site,
+    as a ratio, nor are other modes, but for those that draws of the prior are in."""
     if known.other_modes or known.rounded or known.ess == 0.0:
         return None
     # a support that depends on a latent site has no slices, say
@@ -116,7 +119,8 @@ def _by_slices(model: Any, guide: Any, args: Any, kwargs: Any, known: KHat, pati
             share = weights.ess / len(weights.log_weights)
             k = -math.inf if share >= EVEN else weights.khat  # which says little of even weights
             even = k <= most and share >= SHARE
-            if even and all(moved.is_known for moved in sites.values()):
+            lost = {name for name, moved in sites.items() if not moved.is_known}
+            if even and not lost & {*fitted.latent}:
                 return judged
             if k > most + NEAR or share < 0.5 * SHARE:
                 break

@@ -38,6 +38,7 @@ class Diagnosis:
         modes: of a mixture, how many have chains of their own; ``sites`` are then (modes, ...).
         exact: where corrected draws have judged, not chains, their guide and weights.
         ends: where chains have, and weights are of no use, their last states, latent sites by name.
+        heavy: where corrected draws have judged, deterministic sites whose sd a few of these make.
 
     Example:
         >>> import pyro, pyro.distributions as dist, pyro_ngvi as ngvi
@@ -54,6 +55,7 @@ class Diagnosis:
     modes: int = 1
     exact: tuple[ExactUnits, KHat] | None = field(default=None, repr=False)
     ends: dict[str, Tensor] | None = field(default=None, repr=False)
+    heavy: tuple[str, ...] = ()
 
     @property
     def integrated(self) -> bool:
@@ -207,7 +209,10 @@ class Diagnosis:
             alone = f". Of all modes together: {self.khat.verdict.rstrip('.')}"
             where += alone if self.modes > 1 else f", but {tail}"
         how = f": {self.khat.resampling}" * (self.decision == "resample")
-        return f"{words[self.decision]}{how}: {where}. {self.khat.rounded}".rstrip()
+        named = ", ".join(map(repr, self.heavy))
+        long = f"Tails of {named} are too long for a mean or an sd: read quantiles." * bool(named)
+        parts = f"{words[self.decision]}{how}: {where}.", long, self.khat.rounded
+        return " ".join(filter(None, parts))
 
     def __str__(self) -> str:
         words = {
