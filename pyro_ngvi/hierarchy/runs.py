@@ -94,7 +94,7 @@ class Held(Messenger):
             return
         site, own = self.parts[msg["name"]]
         fn, maps = gaussian_of(msg)
-        value = torch.zeros_like(mean_of(fn))
+        value = torch.zeros_like(fn.mean)
         if self.z is not None:
             z = self.z[..., own].to(value)
             value = site.value(z.expand_as(site.rows(value)))
@@ -181,14 +181,6 @@ def is_gaussian(site: Site) -> bool:
     inner = [part for t in maps for part in with_inner(t)]
     fixed = not any(isinstance(x, Tensor) for t in inner for x in vars(t).values())
     return isinstance(fn, Gaussian) and each and fixed
-
-
-def mean_of(fn: Any) -> Tensor:
-    """In the distribution's shape."""
-    if isinstance(fn, GaussianStateSpace):
-        zero = torch.zeros(fn.event_shape, dtype=fn.initial_loc.dtype, device=fn.initial_loc.device)
-        return fn.from_noise(zero).expand(fn.shape())
-    return fn.loc.expand(fn.shape())
 
 
 def root_of(fn: Any) -> Tensor:

@@ -40,7 +40,6 @@ from .runs import (
     Seen,
     Values,
     gaussian_of,
-    mean_of,
     root_of,
 )
 
@@ -267,7 +266,7 @@ class Units:
     def offset(self, sites: Sites) -> Tensor:
         """Prior means (B, k) in a run."""
         fns = [gaussian_of(sites[name])[0] for name in self.names]
-        return torch.cat([s.rows(mean_of(fn)) for s, fn in zip(self.sites, fns, strict=True)], -1)
+        return torch.cat([s.rows(fn.mean) for s, fn in zip(self.sites, fns, strict=True)], -1)
 
     def conditional_root(self, sites: Sites) -> Tensor:
         """Cholesky factors of covariances (B, k, k), given means, in a run."""
