@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..families import FactorNormal, FullRankNormal, MeanFieldNormal
 from ..losses import BatchedELBO
+from ..optim.blocks import HoldsIterate
 from ..runtime.density import LatentLayout
 from ..runtime.model_density import ModelDensity
 
@@ -33,12 +34,10 @@ def has_twin(guide: Any, loss: Any) -> bool:
     return type(guide) in GUIDES and type(loss) in ELBOS and getattr(loss, "kl_weight", 1.0) == 1.0
 
 
-class Twin:
+class Twin(HoldsIterate):
     """What a guide of Pyro's that :func:`has_twin` holds, in a family of ours: a block for
     :class:`GapMeter`, if it ``fits``: all entries of the guide are trained, and of the model here;
     ``subsamples``: whether it draws minibatches."""
-
-    _lag = _lag_of = path_share = curvature = None
 
     def __init__(self, guide: Any, model: Any, args: Any, kwargs: Any, particles: int) -> None:
         self._model, self._args, self._particles = model, args, particles
@@ -56,9 +55,6 @@ class Twin:
         return self._params
 
     _current = natural_params
-
-    def set_iterate_offset(self, *lag: Any) -> None:
-        """Nothing to set: the guide holds one point."""
 
     def gradient(self, *args: Any, **kwargs: Any) -> None:
         """That of the negative ELBO at arguments of the model, by the path of the draws alone."""

@@ -112,16 +112,25 @@ class EstimatedGeometry:
         return getattr(self.frame, name)
 
 
-class GuideBlock:
+class HoldsIterate:
+    """What optimizers ask of a block, said by one that holds the iterate itself and no average."""
+
+    holds_average = averaged = False
+    curvature: Any = None
+    path_share = _lag = _lag_of = None
+
+    def iterate_offset(self, intact: Tensor | None = None) -> Tensors:
+        return {}
+
+    def set_iterate_offset(self, lag: Tensors | None, answer: Tensors | None = None) -> None:
+        pass
+
+
+class GuideBlock(HoldsIterate):
     """The parameters of a guide on which its log q depends, as they are stored, without constraints.
 
-    They are found at the first step, by running it.  It answers what optimizers ask of our guides.
+    They are found at the first step, by running it.
     """
-
-    holds_average = False
-    averaged = False
-    curvature = None
-    path_share = None
 
     def __init__(self, guide: Callable[..., Any], steady: bool) -> None:
         self.scores = GuideScores(guide, steady)
@@ -195,12 +204,6 @@ class GuideBlock:
     def site_of(self, index: int) -> str:
         """Name of the parameter that holds entry ``index`` of all of them in a row."""
         return entry_name(index, self._leaves)
-
-    def iterate_offset(self, intact: Tensor | None = None) -> Tensors:
-        return {}
-
-    def set_iterate_offset(self, lag: Tensors | None, answer: Tensors | None = None) -> None:
-        pass
 
     def offset_is_intact(self) -> Tensor:
         device = next(iter(self._leaves.values())).device

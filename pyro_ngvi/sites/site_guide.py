@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..families.vectors import entry_name
 from ..guides.start import MadeAtFirstCall
 from ..linalg.host import at_hand, own_random_state
+from ..optim.blocks import HoldsIterate
 from ..runtime.pyro_adapter import give_model, has_model, model_under
 from ..runtime.run import Minibatches
 from ..runtime.store import ModuleParams, check_names, follow_store, module_name
@@ -33,7 +34,7 @@ from .structure import Group, ModelStructure, all_same
 SEED = 20_180_216
 
 
-class SiteGuide(MadeAtFirstCall):
+class SiteGuide(HoldsIterate, MadeAtFirstCall):
     """A guide whose parameters are the sites of single data: nu (N, k) and Lambda (N, k, k) by group.
 
     ``plan`` is ``None`` before the first call; ``fresh`` whether no site has been moved yet;
@@ -61,7 +62,6 @@ class SiteGuide(MadeAtFirstCall):
         self.inducing = inducing  # an nn.Parameter takes the buffer's place
         self.plan: ModelStructure | None = None
         self.last_step = LastStep()
-        self.curvature: Any = None
         self.counts: dict[str, int] | None = None
         self.fresh = True
 
@@ -241,13 +241,6 @@ class SiteGuide(MadeAtFirstCall):
         """Take the sites that Pyro's store holds now: it may have been restored in between."""
         if follow_store(self, {f"{module_name(self)}.": self}):
             self.fresh, self.last_step.stale = not self._any_moved(), True
-
-    def set_iterate_offset(self, lag: Any, answer: Any = None) -> None:
-        """Sites are never averaged; the optimizers of our other guides ask for it."""
-
-    def iterate_offset(self) -> dict[str, Tensor]:
-        """None, see :meth:`set_iterate_offset`."""
-        return {}
 
     def site_of(self, index: int) -> str:
         """Name of the latent site that holds entry ``index`` of the flat latent vector."""
