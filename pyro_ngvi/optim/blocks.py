@@ -120,10 +120,11 @@ class HoldsIterate:
     path_share = _lag = _lag_of = None
 
     def iterate_offset(self, intact: Tensor | None = None) -> Tensors:
+        """None, see :meth:`set_iterate_offset`."""
         return {}
 
     def set_iterate_offset(self, lag: Tensors | None, answer: Tensors | None = None) -> None:
-        pass
+        """Never averaged, it has none; the optimizers of our other guides ask for it."""
 
 
 class GuideBlock(HoldsIterate):
