@@ -346,6 +346,20 @@ STEPS = (
         ("test_narrow_start",),
     ),
     Mutant(
+        "units: no q(u | v) is led back to where the posterior is",
+        "hierarchy/marginal.py",
+        "better = (off & (_log_joint(units, given, white) >= here))[..., None]",
+        "better = (off & (_log_joint(units, given, white) < here))[..., None]",
+        ("test_collapse",),
+    ),
+    Mutant(
+        "average: no trend begins it anew",
+        "optim/rule.py",
+        "return (trend > ON_ITS_WAY).any() & (k >= OLD)",
+        "return (trend > 2.0).any() & (k >= OLD)",
+        ("../contract/test_optim_state",),
+    ),
+    Mutant(
         "conjugate: a score that is off by its sd is of the posterior",
         "guides/member.py",
         "<= SHARE * curvature.sqrt()",

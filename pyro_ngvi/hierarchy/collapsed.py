@@ -29,11 +29,13 @@ from .conditional import Conditionals
 from .guide import AutoHierarchical
 from .marginal import (
     AT_ONCE,
-    MOST_SEARCHED,
+    NOTICED,
     at_globals,
     found_beyond,
+    goes_astray,
     integrated,
     is_outside,
+    led_back,
     log_likelihoods,
     point_count,
     weighted_terms,
@@ -46,9 +48,9 @@ from .whole import Whole
 DEGREES, PROPOSALS, WIDER = 5.0, 4, 16
 #: variance that is added to theirs, in those of q(u_i | v)
 NARROWEST = 1.0 / 16.0
-#: draws of the globals at which the quadrature is tried, and nats of error of which a warning tells;
-#: the points of a block are random, and so much noise costs its weights a fifth of their worth
-TRIED, NOTICED, NOISE = 8, 0.1, 0.5
+#: draws of the globals at which the quadrature is tried, and nats of error of which a warning tells, of
+#: a block, whose points are random: so much noise costs its weights a fifth of their worth
+TRIED, NOISE = 8, 0.5
 #: standard errors from which a unit is known to have more mass than the quadrature finds
 SURE = 4.0
 
@@ -158,6 +160,7 @@ class Collapsed:
         with own_random_state(0), torch.no_grad():
             given, q = guide._at_draws(args, kwargs, TRIED, learning=True)
             self.call = given.call
+            self._leads_back = goes_astray(guide, given, points)
             counts = self.point_count, self.point_count + max(2, self.point_count // 4)
             few, more = (integrated(self.units, given, q, n).log_marginals for n in counts)
         self._tried_at = given, q, few
@@ -180,8 +183,6 @@ class Collapsed:
         """Numbers of units of which the quadrature misses part, the worst first, and nats of these; of
         none where units are so large that random points would find no mode."""
         found = {}
-        if self.units.width > MOST_SEARCHED:
-            return found
         with own_random_state(0), torch.no_grad():
             beyond, error = found_beyond(self.units, *self._tried_at)
         for i in beyond.argsort(descending=True).tolist():
@@ -264,7 +265,8 @@ class Collapsed:
 
     def _given(self, values: Values) -> tuple[Given, Conditionals]:
         given = self.units.given(self.call, values)
-        return given, at_globals(self.units, given, self.guide._conditionals(given))
+        q = at_globals(self.units, given, self.guide._conditionals(given))
+        return given, led_back(self.units, given, q) if self._leads_back else q
 
     def draw_units(self, values: Values) -> dict[str, Tensor]:
         """Draws (S, ...) of the units' latent sites by name, one for each of S draws of the globals.

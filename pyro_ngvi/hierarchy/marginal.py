@@ -25,10 +25,12 @@ import pyro
 import torch
 from torch import Tensor
 
+from ..linalg.cholesky import cholesky, solve, solve_transposed
 from ..linalg.hessian import gradient
 from ..linalg.host import fixed_normal
 from ..linalg.products import matvec
-from ..runtime.density import Site, Sites, site_kind, site_log_prob, with_density
+from ..linalg.spectral import positive_part
+from ..runtime.density import LatentLayout, Site, Sites, site_kind, site_log_prob, with_density
 from ..runtime.model_density import MOST_NUMBERS
 from ..sites.expectation import Points, quadrature_points
 from ..sites.probe_points import digit_masks
@@ -42,8 +44,12 @@ ORDERS, SOBOL, BLOCK = {1: 20, 2: 7, 3: 5}, 512, 16
 MOST = 200
 #: latent variables of units at all points and draws at once: with some data for each they fit in caches
 AT_ONCE = 1 << 18
-#: Newton's steps of a block at each draw of the globals
-NEWTON = 3
+#: Newton's steps of a block at each draw of the globals, those of units whose q(u | v) is astray,
+#: and the sds of it at which that is looked at
+NEWTON, STEPS, AWAY = 3, 4, 2.0
+#: times as far as draws of q(v) at which sites are looked at, nats of data below the best of these, and
+#: those of error from which quadrature is rough
+SPREAD, LIKELY, NOTICED = (1.0, 2.0, 4.0, 8.0), 30.0, 0.1
 #: points of wide tails and of q each that look for what the quadrature misses, and latent variables of
 #: a unit up to which they find any: KL(N(0, 1) | Cauchy) is .2592 nats for each, and log 1024 = 6.93
 WIDE, MOST_SEARCHED = 1024, 26
@@ -97,6 +103,44 @@ def at_globals(units: Units, given: Given, q: Conditionals) -> Conditionals:
     return q
 
 
+def _log_joint(units: Units, given: Given, w: Tensor) -> Tensor:
+    """log p(y_i, u_i | v) (S, B) at white w, up to a constant at each v."""
+    with torch.no_grad(), pyro.validation_enabled(False):  # far out parameters leave their support
+        log_p = log_likelihoods(units, given, w) - 0.5 * w.square().sum(-1)
+        return log_p.nan_to_num(-torch.inf)
+
+
+def led_back(units: Units, given: Given, q: Conditionals) -> Conditionals:
+    """``q``, or what Newton's steps make of it, or of the mean of the prior, where p(u_i | y_i, v) is
+    larger there, or falls by less than a tenth of what it should ``AWAY`` sds of q from its mean: sites
+    follow the globals to first order, and far from q(v) one may lead nowhere."""
+    away = AWAY * torch.ones_like(q.white)
+    here, prior, *beside = (
+        _log_joint(units, given, w)
+        for w in (q.white, torch.zeros_like(q.white), q.drawn(away), q.drawn(-away))
+    )
+    start = prior > here
+    off = start | (here - torch.maximum(*beside) < 0.05 * AWAY**2 * units.width)
+    one = torch.eye(units.width, dtype=q.white.dtype, device=q.white.device)
+    white, root = torch.where(start[..., None], 0.0, q.white.detach()), one.expand_as(q.root)
+    for step in range(STEPS):
+        # as of a block
+        held = given if step == STEPS - 1 else given.detached()
+        slope = torch.func.grad(lambda w, held=held: log_likelihoods(units, held, w).sum())
+        at = white.detach()
+        with_products: Any = torch.func.vjp(slope, at)
+        g, product = with_products
+        H = -torch.stack([product(e.expand_as(at))[0] for e in one], -1)
+        H = positive_part(0.5 * (H + H.mT).flatten(0, 1)).reshape(H.shape)
+        factor = cholesky(one + H)
+        new = solve_transposed(factor, solve(factor, g + matvec(H, at)))
+        fine = (new.isfinite().all(-1) & factor.isfinite().all(-1).all(-1))[..., None]
+        white, root = torch.where(fine, new, white), torch.where(fine[..., None], factor, root)
+    better = (off & (_log_joint(units, given, white) >= here))[..., None]
+    white, root = torch.where(better, white, q.white), torch.where(better[..., None], root, q.root)
+    return Conditionals(q.prior, white, root)
+
+
 class Integrated(NamedTuple):
     """log L_i(v) (S, B), and of the noise x of u_i given y_i, v the mean (S, B, k) and E x x'."""
 
@@ -129,6 +173,24 @@ def integrated(
     return Integrated(total, mean, square)
 
 
+def goes_astray(guide: Any, given: Given, points: int | None) -> bool:
+    """Whether a q(u_i | v) of a ``guide`` does, so that quadrature notices, at globals further out than
+    draws of q(v), which ``given`` are of, and not ruled out by the data."""
+    units, layout = guide.units, LatentLayout(guide.globals.prototype_trace)
+    if units.is_block:
+        return False
+    theta = layout.pack({name: given.values[name] for name in layout.transforms})
+    theta = torch.cat([theta.mean(0) + times * (theta - theta.mean(0)) for times in SPREAD])
+    wide = units.given(given.call, layout.unpack(theta))
+    q = guide._conditionals(wide)
+    own, back = (
+        integrated(units, wide, x, points).log_marginals.sum(-1)
+        for x in (q, led_back(units, wide, q))
+    )
+    likely = back > back.nan_to_num(-torch.inf).max() - LIKELY
+    return bool((likely & ~((back - own).abs() <= NOTICED)).any())
+
+
 def found_beyond(units: Units, given: Given, q: Conditionals, log_l: Tensor) -> Tensor:
     r"""What random points over all of the prior find of L_i(v), over the L_i(v) of the quadrature, of
     which ``log_l`` (S, B) are the logarithms.
@@ -141,6 +203,8 @@ def found_beyond(units: Units, given: Given, q: Conditionals, log_l: Tensor) -> 
         The ratio minus 1 and its standard error, means over the draws of v, (2, B).
     """
     S, B, k = q.white.shape
+    if k > MOST_SEARCHED:  # random points would find no mode
+        return q.white.new_zeros(2, B)
     means, squares = torch.zeros(2, 2, S, B).to(q.white)
     rows = max(1, MOST_NUMBERS // max(1, S * B * k))
 

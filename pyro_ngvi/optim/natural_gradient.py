@@ -68,7 +68,7 @@ from torch.nn.functional import pad
 from ..families.base import Family, Tensors, dot
 from ..families.vectors import pack
 from ..linalg.host import host_bool
-from .rule import Averaging, Rule, State, Step
+from .rule import Averaging, Rule, State, Step, Tail
 
 #: steps in the memory of the typical length of a gradient
 MEMORY = 10.0
@@ -205,7 +205,7 @@ class NaturalGradientRule(Rule):
     def start(self, params: Tensors) -> State:
         like = next(iter(params.values()))
         zeros = like.new_zeros(len(self._blocks(params)))
-        state: State = {n: zeros.clone() for n in ("length", "log_typical", "descent")}
+        state: State = {n: zeros.clone() for n in ("length", "log_typical", "descent", "trend")}
         state |= {"reach": zeros + 1.0, "growth": zeros + 1.0}
         state["skipped_in_a_row"] = like.new_zeros(())
         state["direction"] = {name: torch.zeros_like(v) for name, v in params.items()}
@@ -223,8 +223,10 @@ class NaturalGradientRule(Rule):
             blocks, params, grads, curvature
         )
         cosine = block_dots(blocks, gradient, state["direction"])
-        signal = (state["length"] * cosine + state["descent"] / length) / length
-        gain, schedule_state = self.schedule.gain(signal.clamp(-1.0, 1.0), state["schedule"])
+        signal = ((state["length"] * cosine + state["descent"] / length) / length).clamp(-1.0, 1.0)
+        gain, schedule_state = self.schedule.gain(signal, state["schedule"])
+        trend, tail = torch.lerp(state["trend"], signal, 1.0 / MEMORY), self.averaging
+        keep = ~tail.lags(trend, state["count"]) if isinstance(tail, Tail) else None
         gain = gain.expand_as(length)
 
         log_typical = torch.where(state["count"] == 0, length.log(), state["log_typical"])
@@ -286,15 +288,15 @@ class NaturalGradientRule(Rule):
             "length": length,
             "log_typical": torch.lerp(log_typical, kept_length.log(), memory),
             "descent": length * along,
+            "trend": trend,
             "direction": direction,
             "schedule": schedule_state,
             "reach": reach,
             "growth": 1.0 + (GROW - 1.0) * (damped & agrees).to(length),
         }
-        refused = {"skipped_in_a_row": in_a_row + 1.0}
         whole = torch.linalg.vector_norm(torch.stack([move_norm, radius]), dim=1)
         taken = new, whole[0], gain[0], changed, whole[1], damped.any(), finite
-        return Step(*taken, if_refused=refused)
+        return Step(*taken, keep_average=keep, if_refused={"skipped_in_a_row": in_a_row + 1.0})
 
     def _reach(
         self, blocks: Any, cosine: Tensor, state: State, direction: Tensors

@@ -22,6 +22,8 @@ from ..linalg.host import choose, host_bool
 State = dict[str, Any]
 #: a rate of a published rule: a number, or a function of the step count k = 0, 1, ... (0-dim tensor)
 Rate = float | Callable[[Tensor], Tensor]
+#: mean share of signal, of ten steps or so, above which q is on its way, and how many iterates lag then
+ON_ITS_WAY, OLD = 0.5, 100.0
 
 
 @dataclass(frozen=True)
@@ -243,6 +245,11 @@ class Tail:
     def rate(self, k: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
         """The rate at iterate k, at most 1, and the total as it was: none is needed."""
         return (self.eta / (k + (self.eta - 1.0))).clamp_max(1.0), total
+
+    def lags(self, trend: Tensor, k: Tensor) -> Tensor:
+        """Whether an average of k iterates has to begin anew, where so much of the last gradients, the
+        ``trend`` (B,), is signal that q is on its way: of other data, say."""
+        return (trend > ON_ITS_WAY).any() & (k >= OLD)
 
 
 def as_averaging(averaging: Averaging | float | bool) -> Averaging | None:

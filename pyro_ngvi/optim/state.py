@@ -24,8 +24,8 @@ from ..families.base import Tensors
 from ..linalg.host import host_bool
 from .rule import State
 
-#: entries that states of version 0.1 lack
-LATER = ("reach", "growth", "path_share")
+#: entries that states of version 0.1, or of earlier checkouts, lack
+LATER = ("reach", "growth", "path_share", "trend")
 
 
 def flat(state: State, prefix: str = "") -> Tensors:

@@ -238,6 +238,29 @@ def test_a_second_optimizer_starts_from_the_answer_of_the_first(kind: str) -> No
     assert torch.equal(guide.sampling_posterior().mean, answer)
 
 
+@pytest.mark.parametrize("kind", ["mean_field", "factor"])
+def test_an_average_begins_anew_where_the_data_change(kind: str) -> None:
+    """After 400 steps on others the guide was 26 sds off 200 steps later, and .2 after 1,600, while the
+    losses of the iterate were those of the optimum."""
+
+    def model(y: Tensor) -> None:
+        m = pyro.sample("m", dist.Normal(y.new_zeros(3), 10.0).to_event(1))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(m, 1.0).to_event(1), obs=y)
+
+    pyro.set_rng_seed(0)
+    y = torch.randn(50, 3)
+    guide: Any = AutoMeanFieldNormal(model)
+    guide = AutoFactorNormal(model, rank=1) if kind == "factor" else guide
+    svi = SVI(model, guide, NGVB(guide), BatchedELBO(4))
+    for seen, steps in ((y, 400), (y + 5.0, 200)):
+        for _ in range(steps):
+            svi.step(seen)
+    exact = 50.0 * (y + 5.0).mean(0) / 50.01
+    off = (guide.median()["m"] - exact) * 50.01**0.5
+    assert float(off.abs().max()) < 0.05
+
+
 def test_state_of_something_else() -> None:
     optim = NGVB(AutoFullRankNormal(regression))
     with pytest.raises(ValueError, match=r"not the state of NGVB: it has the entries \['loc'\]"):

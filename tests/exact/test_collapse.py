@@ -232,6 +232,37 @@ def test_a_mode_that_the_quadrature_misses_is_found() -> None:
     assert ((beyond - wanted).abs() < 4.0 * error + 1e-3).all()  # 4 standard errors
 
 
+def covariates(y: Tensor, k: int) -> None:
+    """Missing ones, k a row."""
+    b: Any = pyro.sample("b", dist.Normal(y.new_zeros(()), 2.5))
+    with pyro.plate("rows", len(y)):
+        x: Any = pyro.sample("u", dist.Normal(y.new_zeros(k), 1.0).to_event(1))
+        pyro.sample("y", dist.Bernoulli(logits=0.4 + b * x.sum(-1)), obs=y)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_sites_that_lead_astray_far_from_the_guide_are_led_back(k: int) -> None:
+    """Near b = 0 what data say of x grows by another factor with b than elsewhere: at b = 1 the sites
+    of a fit that had stuck there lay hundreds of sds away, and weights saw nothing of b > 0.8."""
+    y = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0]).double()
+    guide = fitted(lambda: covariates(y, k))
+    b = torch.tensor([0.1, 0.5, 1.0, 2.0]).double()
+    x, w = (torch.as_tensor(a) for a in np.polynomial.hermite_e.hermegauss(100))
+    logits = 0.4 + b[:, None] * k**0.5 * x  # the sum of x is N(0, k)
+    log_p = dist.Bernoulli(logits=logits[:, None]).log_prob(y[:, None])
+    exact = (log_p + (w / w.sum()).log()).logsumexp(-1)
+    sites = guide.sites
+    sites.growth.fill_(9.0)
+    sites.linear.mul_(30.0)
+    astray = Collapsed(guide, (), {}, None)
+    assert astray._leads_back
+    found = astray.log_marginals({"b": b})
+    # by 20 points, and by 7 x 7
+    torch.testing.assert_close(found, exact, rtol=0.0, atol=1e-4 if k == 1 else 5e-3)
+    astray._leads_back = False
+    assert float((astray.log_marginals({"b": b}) - exact).abs().max()) > 10.0
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_heavy_tails_that_fit_their_data_are_not_doubted(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
