@@ -256,7 +256,10 @@ def guide_draws(
     if num_samples < 1:
         raise ValueError(f"num_samples is {num_samples}; give at least 1.")
     if getattr(guide.func, "prototype_trace", guide) is None:
-        raise ValueError(f"{type(guide.func).__name__} has never been called. Train it first.")
+        how = "Train it first."
+        if getattr(guide.func, "_waiting_state", None) is not None:
+            how = "It takes the state that was loaded when you call it with the data: guide(X, y)."
+        raise ValueError(f"{type(guide.func).__name__} has never been called. {how}")
 
     def drawn(sites: Sites) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor]]:
         return _of_guide(sites), density_of(sites, {n: site_log_prob(s) for n, s in sites.items()})

@@ -26,6 +26,7 @@ BOUNDS = f"the bounds are {COARSE_MEAN} sd and {100 * np.expm1(COARSE_SD):.0f} %
 COLUMNS = 4096  # entries at a time, to bound memory
 LEVELS = 0.025, 0.975  # of the ends of a 95 % interval
 ROUNDING = 1e-9  # of a sum of weights
+ROUNDINGS = 8.0  # that a constant may vary by, in those of its largest number
 SORTED, FEWEST_ROWS = 10_000_000, 500  # numbers that are sorted at most, and draws that tell an end
 
 
@@ -85,15 +86,18 @@ def shift_of(draws: np.ndarray, log_weights: np.ndarray, own: np.ndarray | None 
         even = np.append(np.full(len(own), 1 / len(own)), np.zeros(len(even)))
     step = -(-draws.size // SORTED)
     with np.errstate(all="ignore"):  # draws may be infinite; that is an answer too
-        parts = [_shift(x, w, even, step) for x in blocks(draws)]
+        eps = ROUNDINGS * np.finfo(draws.dtype).eps
+        parts = [_shift(x, w, even, step, eps) for x in blocks(draws)]
     columns = np.concatenate([np.zeros((8, 0)), *parts], 1)
     columns = np.nan_to_num(columns, nan=np.inf, posinf=np.inf)
     found = columns.reshape(8, *draws.shape[1:])
     return Shift(*found[:4], ends=found[4:6], ends_error=found[6:])
 
 
-def _shift(x: np.ndarray, w: np.ndarray, even: np.ndarray, step: int) -> np.ndarray:
+def _shift(x: np.ndarray, w: np.ndarray, even: np.ndarray, step: int, eps: float) -> np.ndarray:
     fixed = (x == x[0]).all(0)  # infinite, perhaps
+    spread = np.ptp(x, 0)  # none in the 1 of a correlation of one with itself
+    fixed |= (spread <= eps * np.abs(x).max(0)) & (spread < np.inf)
     x = np.where(fixed, 0.0, x)
     x = x - even @ x  # the digits of what varies
     square = x * x

@@ -282,9 +282,10 @@ class Result:
     # --- draws
 
     def sample(self, num_samples: int = 1000, seed: int | None = None) -> dict[str, Tensor]:
-        """Draws (num_samples, ...) of the latent sites, by name; corrected where :attr:`idata` is.
-        With a ``seed`` they are always the same; without, the random state moves on.  A ``ValueError``
-        where each draw has other units of a plate, that of a minibatch of the model's own."""
+        """Draws (num_samples, ...) of the latent sites, by name; corrected where :attr:`idata` is, with
+        deterministic sites too.  With a ``seed`` they are always the same; without, the random state
+        moves on.  A ``ValueError`` where each draw has other units of a plate, that of a minibatch of
+        the model's own."""
         if not self._is_stream:
             with suppress(TypeError):  # loaded without its data
                 refuse_minibatches(self._structure.part, self._structure.part)

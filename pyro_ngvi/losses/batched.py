@@ -57,8 +57,9 @@ class BatchedELBO(ELBO):
         num_particles: S, the number of draws of the guide; of a mixture, of each of its components.
         curvature: what ``loss_and_grads``, called once a step, leaves on a guide of ours for its
             optimizer: "hessian", "gauss_newton" (both wrong, with a warning, where gradients jump:
-            Laplace distributions, and for "hessian" ReLU), "squared_gradient", "price", "kronecker"
-            for ``NoisyKFAC``, "scores" for ``SPRING``, without gradients, as
+            Laplace distributions, and for "hessian" ReLU; the second sums squares of each datum's
+            gradients, from which sds are wrong where the model does not fit), "squared_gradient",
+            "price", "kronecker" for ``NoisyKFAC``, "scores" for ``SPRING``, without gradients, as
             :mod:`pyro_ngvi.curvature.estimators` defines them, or another name in its table.
         kl_weight: tau, a weight on the KL term: the loss becomes that of the tempered posterior,
             prior x likelihood^(1 / tau), where a ``pyro.factor`` counts as prior. An attribute too, so

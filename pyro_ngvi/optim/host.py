@@ -174,8 +174,8 @@ class NaturalGradientOptim(PyroOptim):
         if self.needs_gradients and all(p.grad is None for p in tensors.values()):
             raise ValueError(
                 f"{type(self).__name__}: the loss has no gradient in the parameters of "
-                f"{type(block).__name__}. With sticking_the_landing=True log q(z) at a fixed z has "
-                f"none, so ReweightedWakeSleep and the like need sticking_the_landing=False."
+                f"{type(block).__name__}. Is this under torch.no_grad(), or are they frozen? Losses "
+                f"like ReweightedWakeSleep need a guide with sticking_the_landing=False."
             )
         grads: Tensors = {
             name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in tensors.items()

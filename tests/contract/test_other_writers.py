@@ -80,8 +80,12 @@ def test_a_loss_without_gradient_in_the_guide_is_refused():
     train(guide, optim, 1)
     for p in guide.natural_params().values():
         p.grad = None
-    with pytest.raises(ValueError, match="sticking_the_landing=False"):
+    with pytest.raises(
+        ValueError, match=r"under torch.no_grad\(\), or are they frozen.*landing=False"
+    ):
         optim(set(guide.natural_params().values()))
+    with torch.no_grad(), pytest.raises(ValueError, match="or are they frozen"):
+        SVI(model, guide, optim, ngvi.BatchedELBO(2)).step(y)
 
 
 @pytest.mark.parametrize(

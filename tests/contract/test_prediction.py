@@ -349,8 +349,16 @@ def test_guides_of_other_models_are_refused(data: Any) -> None:
         ngvi.predict(schools, idata, torch.ones(8))
     with pytest.raises(TypeError, match="takes a guide, what to_arviz returned"):
         ngvi.predict(model, [X], new)
-    with pytest.raises(ValueError, match="AutoNormal has never been called"):
+    with pytest.raises(ValueError, match=r"AutoNormal has never been called\. Train it first"):
         ngvi.predict(model, AutoNormal(model), new)
+    loaded, fresh = ngvi.AutoFullRankNormal(model), ngvi.AutoFullRankNormal(model)
+    loaded(X, y)
+    fresh.load_state_dict(loaded.state_dict())
+    with pytest.raises(ValueError, match="It takes the state that was loaded when you call it"):
+        ngvi.predict(model, fresh, new)
+    fresh(X, y)
+    same = (ngvi.predict(model, g, new, num_samples=3, seed=0) for g in (loaded, fresh))
+    assert all(torch.equal(a, b) for a, b in zip(*(p.values() for p in same), strict=True))
     with pytest.raises(ValueError, match=r"sites names \['z'\], but the sites of the model are"):
         ngvi.predict(model, other, new, sites=["z"])
 

@@ -73,6 +73,13 @@ def test_constant_and_infinite_draws_have_an_answer() -> None:
     log_weights = np.full(100, -np.log(100.0))
     still = shift_of(np.array([[0.3, -np.inf]] * 100), log_weights)
     assert not still.mean.any() and not still.log_sd.any()
+    # a number that is constant but for rounding, as L @ L.T on its diagonal, under uneven weights
+    random = np.random.default_rng(0)
+    for dtype in (np.float32, np.float64):
+        ones = (1.0 + np.finfo(dtype).eps * random.integers(-2, 3, (100, 2))).astype(dtype)
+        uneven = np.log(random.dirichlet(np.full(100, 0.3)))
+        rounded = shift_of(ones * np.array([1.0, 1e6], dtype), uneven)
+        assert not rounded.mean.any() and not rounded.log_sd.any() and not rounded.ends.any()
     wild = shift_of(np.array([[0.0], [np.inf]] * 50), log_weights)
     assert all(np.isinf(size).all() for size in wild.errors(2.0))
 
