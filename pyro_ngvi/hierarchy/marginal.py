@@ -111,17 +111,16 @@ def _log_joint(units: Units, given: Given, w: Tensor) -> Tensor:
 
 
 def led_back(units: Units, given: Given, q: Conditionals) -> Conditionals:
-    """``q``, or what Newton's steps make of it, or of the mean of the prior, where p(u_i | y_i, v) is
-    larger there, or falls by less than a tenth of what it should ``AWAY`` sds of q from its mean: sites
-    follow the globals to first order, and far from q(v) one may lead nowhere."""
-    away = AWAY * torch.ones_like(q.white)
+    """``q``, or what Newton's steps make of it, or of the mean of the prior where p(u_i | y_i, v) is
+    larger there, if that is so or if it falls by less than a tenth of what it should ``AWAY`` sds of q
+    along an axis: sites follow the globals to first order, and one may lead nowhere far from q(v)."""
+    one = torch.eye(units.width, dtype=q.white.dtype, device=q.white.device)
+    away = [q.drawn((sign * AWAY * e).expand_as(q.white)) for e in one for sign in (1.0, -1.0)]
     here, prior, *beside = (
-        _log_joint(units, given, w)
-        for w in (q.white, torch.zeros_like(q.white), q.drawn(away), q.drawn(-away))
+        _log_joint(units, given, w) for w in (q.white, torch.zeros_like(q.white), *away)
     )
     start = prior > here
-    off = start | (here - torch.maximum(*beside) < 0.05 * AWAY**2 * units.width)
-    one = torch.eye(units.width, dtype=q.white.dtype, device=q.white.device)
+    off = start | (here - torch.stack(beside).amax(0) < 0.05 * AWAY**2)
     white, root = torch.where(start[..., None], 0.0, q.white.detach()), one.expand_as(q.root)
     for step in range(STEPS):
         # as of a block

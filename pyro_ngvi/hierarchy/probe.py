@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from itertools import islice, product
+from itertools import combinations, islice, product
 from typing import Any
 
 import torch
@@ -283,31 +283,34 @@ class Probe:
 
     def scales_of_data(self, names: Sequence[str], e: Tensor, u: Tensor) -> tuple[str, ...]:
         """Those of the globals that change slopes by factors that are the same at two places."""
-        here = self.given(self.globals[0])
-        a, b = (self.units.gradient(here, x) for x in (e, e + u))
 
-        def is_scale(name: str) -> bool:
-            # a short move may hardly tell a factor, a long one may leave the numbers of the dtype
-            for share in SHARES:
-                c, d = (self.units.gradient(self._with_other(name, share), x) for x in (e, e + u))
+        def is_scale(name: str, here: Values) -> bool:
+            # a short move may hardly tell a factor, a long one may leave the numbers of the dtype; and
+            # where a coefficient is 0 all slopes vanish, of which any factor is one
+            places = [self.given(here), *(self._with_other(name, here, share) for share in SHARES)]
+            each = ([self.units.gradient(at, x) for x in (e, e + u)] for at in places)
+            for (a, b), (c, d) in combinations(each, 2):
                 # roundings are of what the data of one unit say
                 size = torch.maximum(a.abs(), b.abs()) * torch.maximum(c.abs(), d.abs())
                 if not _agree(a * d, b * c, size.amax(-1, keepdim=True)):
                     return False
             return True
 
-        return tuple(name for name in names if is_scale(name))
+        return tuple(name for name in names if all(is_scale(name, here) for here in self.near))
 
     def entering(self, e: Tensor) -> list[str]:
-        """The globals on which the slopes of the data in the units depend, at the same x."""
-        here = self.globals[0]
-        changed = self._changed(e, here)
-        return [name for name in here if bool(changed(self._with_other(name), e).any())]
+        """The globals on which the slopes of the data in the units depend, at the same x: at their
+        centre, or beside it, as where a coefficient is 0 none does."""
+        found = []
+        for here in self.near:
+            changed = self._changed(e, here)
+            found += [n for n in here if bool(changed(self._with_other(n, here), e).any())]
+        return [name for name in self.globals[0] if name in found]
 
-    def _with_other(self, name: str, share: float = SHARES[0]) -> Given:
+    def _with_other(self, name: str, here: Values, share: float = SHARES[0]) -> Given:
         """The units where that of the globals is another, by a share of the way to a draw."""
-        here, there = self.globals
-        return self.given({**here, name: torch.lerp(here[name], there[name], share)})
+        other = torch.lerp(here[name], self.globals[1][name], share)
+        return self.given({**here, name: other})
 
 
 def _elsewhere(site: Site) -> Any:

@@ -1045,6 +1045,7 @@ def test_where_no_draws_are_usable_the_elbo_decides(monkeypatch: pytest.MonkeyPa
 
     structure: Any = SimpleNamespace(
         guide=lambda: (ngvi.AutoHierarchical, ""),
+        improper=[],
         units=SimpleNamespace(pooled=True),
         has_params=False,
         is_free=True,

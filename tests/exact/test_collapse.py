@@ -240,6 +240,21 @@ def covariates(y: Tensor, k: int) -> None:
         pyro.sample("y", dist.Bernoulli(logits=0.4 + b * x.sum(-1)), obs=y)
 
 
+def test_a_coefficient_that_is_0_at_first_is_no_scale_of_the_data() -> None:
+    """All slopes vanish there, which says nothing of factors; sds of data are scales."""
+    y = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0]).double()
+    assert fitted(lambda: covariates(y, 1), steps=1).units.growing == ()
+
+    def noisy() -> None:
+        b: Any = pyro.sample("b", dist.Normal(y.new_zeros(()), 2.5))
+        s: Any = pyro.sample("s", dist.LogNormal(y.new_zeros(()), 1.0))
+        with pyro.plate("rows", len(y)):
+            x: Any = pyro.sample("u", dist.Normal(y.new_zeros(()), 1.0))
+            pyro.sample("y", dist.Normal(b * x, s), obs=y)
+
+    assert fitted(noisy, steps=1).units.growing == ("s",)
+
+
 @pytest.mark.parametrize("k", [1, 2])
 def test_sites_that_lead_astray_far_from_the_guide_are_led_back(k: int) -> None:
     """Near b = 0 what data say of x grows by another factor with b than elsewhere: at b = 1 the sites
