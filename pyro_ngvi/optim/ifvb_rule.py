@@ -86,4 +86,6 @@ class IFVBRule(Rule):
             own = estimate.adapted(own, short)
         # scores are those of q, which are good where the gradient is not
         fisher = {"fisher": own}
-        return replace(step, state=step.state | fisher, if_refused=step.if_refused | fisher)
+        # what is known of the error of an average holds for one that goes on
+        changed: Any = {"state": step.state | fisher, "if_refused": step.if_refused | fisher}
+        return replace(step, keep_average=None, **changed)
