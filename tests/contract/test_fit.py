@@ -1591,7 +1591,7 @@ def test_a_conjugate_posterior_is_found_as_it_is() -> None:
 
     def one(y: Tensor) -> None:
         m: Any = pyro.sample("m", dist.Normal(torch.tensor(0.0), 1.0))
-        pyro.sample("y", dist.Normal(m, 1.0).expand([3]).to_event(1), obs=y)
+        pyro.sample("y", dist.Normal(m.expand(3), 1.0).to_event(1), obs=y)
 
     found = ngvi.fit(rates, y.float(), seed=0, progress=False)
     assert "AutoExponentialFamily, which holds the posterior;" in str(found)
