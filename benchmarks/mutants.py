@@ -348,8 +348,8 @@ STEPS = (
     Mutant(
         "units: no q(u | v) is led back to where the posterior is",
         "hierarchy/marginal.py",
-        "better = (off & (_log_joint(units, given, white) >= here))[..., None]",
-        "better = (off & (_log_joint(units, given, white) < here))[..., None]",
+        "better = (off & (_log_joint(units, given, found.white) >= here))[..., None]",
+        "better = (off & (_log_joint(units, given, found.white) < here))[..., None]",
         ("test_collapse",),
     ),
     Mutant(

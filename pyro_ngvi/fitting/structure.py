@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import Any
 
@@ -16,11 +17,12 @@ from torch.distributions import biject_to, constraints
 
 from .. import guides, sites
 from ..distributions import GaussianProcess, GaussianStateSpace
-from ..guides.exponential import holds_posterior
+from ..guides.member import conjugate
 from ..hierarchy import AutoHierarchical
 from ..hierarchy.find import NumbersUntold, find_units
 from ..linalg.host import own_random_state
 from ..runtime.density import innermost, is_latent, is_minibatch, plain_support, site_kind
+from ..runtime.model_density import ModelDensity
 from ..runtime.pyro_adapter import is_marked
 from ..runtime.run import look
 from ..runtime.store import ModuleParams, traced_params
@@ -135,11 +137,28 @@ class Structure:
         return normal, why
 
 
-def sites_take(model: Any, args: Any, kwargs: Any) -> bool:
-    """Whether :class:`~pyro_ngvi.AutoSites`, which ``integrate`` fits too, takes a model."""
+@contextmanager
+def _trying() -> Iterator[None]:
+    """Ends where a guide does not take a model, and leaves nothing behind."""
     # whatever a model says at points far from its prior, as a guide of another kind may never see
     with suppress(Exception), poutine.block(), own_random_state(), torch.no_grad():
         with pyro.get_param_store().scope():
-            sites.AutoSites(model, name="advice")(*args, **kwargs)
+            yield
+
+
+def sites_take(model: Any, args: Any, kwargs: Any) -> bool:
+    """Whether :class:`~pyro_ngvi.AutoSites`, which ``integrate`` fits too, takes a model."""
+    with _trying():
+        sites.AutoSites(model, name="advice")(*args, **kwargs)
         return True
+    return False
+
+
+def holds_posterior(model: Any, args: Any, kwargs: Any) -> bool:
+    """Whether the posterior of a model is a member of its :class:`~pyro_ngvi.AutoExponentialFamily`."""
+    with _trying():
+        guide = guides.AutoExponentialFamily(model, init=None, name="advice")
+        guide(*args, **kwargs)
+        start = guide.get_posterior().mean
+        return conjugate(ModelDensity(model, args, kwargs), guide.family, start) is not None
     return False

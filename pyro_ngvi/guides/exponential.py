@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any
 
-import pyro
 import pyro.distributions as dist
-from pyro import poutine
 from torch import Tensor
 from torch.distributions import biject_to, transforms
 
 from ..families import MeanFieldDirichlet, MeanFieldGamma, MeanFieldNormal, ProductFamily
 from ..families.base import Family, Tensors
-from ..linalg.host import own_random_state
-from ..runtime.model_density import ModelDensity
-from .member import best_member, conjugate
+from .member import best_member
 from .normal import LAPLACE, AutoProduct
 
 #: what the transform from the real line to a support begins with, by the family that fits the support
@@ -125,17 +120,6 @@ class AutoExponentialFamily(AutoProduct):
             base = dist.Beta(one.reshape(shape), zero.reshape(shape))
         moves = [step for step in _steps(transform)[1:] if not _stays(step)]
         return _transformed(base, moves).to_event(event_dim)
-
-
-def holds_posterior(model: Any, args: Any, kwargs: Any) -> bool:
-    """Whether the posterior of a model is a member of its :class:`AutoExponentialFamily`."""
-    # whatever a model says at points far from its prior, as a guide of another kind may never see
-    with suppress(Exception), poutine.block(), own_random_state(), pyro.get_param_store().scope():
-        guide = AutoExponentialFamily(model, init=None, name="advice")
-        guide(*args, **kwargs)
-        start = guide.get_posterior().mean.detach()
-        return conjugate(ModelDensity(model, args, kwargs), guide.family, start) is not None
-    return False
 
 
 def _steps(transform: Any) -> list[Any]:

@@ -25,7 +25,6 @@ import pyro
 import torch
 from torch import Tensor
 
-from ..linalg.cholesky import cholesky, solve, solve_transposed
 from ..linalg.hessian import gradient
 from ..linalg.host import fixed_normal
 from ..linalg.products import matvec
@@ -84,18 +83,27 @@ def _points(units: Units, count: int, like: Tensor) -> Points:
 
 def at_globals(units: Units, given: Given, q: Conditionals) -> Conditionals:
     """q(u | v), of a block with the site that data make at each v, by Newton's steps from ``q``."""
-    if units.coloring is None:
-        return q
-    vectors = units.coloring.vectors(q.white)
-    for step in range(NEWTON):
+    return q if units.coloring is None else _stepped(units, given, q, NEWTON)
+
+
+def _stepped(units: Units, given: Given, q: Conditionals, steps: int) -> Conditionals:
+    """``q`` after so many of Newton's steps towards the mode of p(u_i | y_i, v)."""
+    one = torch.eye(units.width, dtype=q.white.dtype, device=q.white.device)
+    vectors = one if units.coloring is None else units.coloring.vectors(q.white)
+    for step in range(steps):
         # the last step alone has a gradient in v: where it begins does not matter to first order
-        held = given if step == NEWTON - 1 else given.detached()
+        held = given if step == steps - 1 else given.detached()
         # not by backward: a run of a collapsed model may itself be under vmap
         slope = torch.func.grad(lambda x, held=held: units.log_likelihood(held, x).sum())
         at = q.mean.detach()
         with_products: Any = torch.func.vjp(slope, at)
         g, product = with_products
-        H = -units.coloring.matrix(torch.stack([product(v.expand_as(at))[0] for v in vectors]))
+        H = -torch.stack([product(v.expand_as(at))[0] for v in vectors])
+        if units.coloring is not None:
+            H = units.coloring.matrix(H)
+        else:  # of a block that would cost too much
+            H = H.movedim(0, -1)
+            H = positive_part(0.5 * (H + H.mT).flatten(0, 1)).reshape(H.shape)
         new = Conditionals.of(q.prior, g + matvec(H, at), H)
         fine = (new.white.isfinite().all(-1) & new.log_det.isfinite())[..., None]
         white = torch.where(fine, new.white, q.white)
@@ -121,23 +129,11 @@ def led_back(units: Units, given: Given, q: Conditionals) -> Conditionals:
     )
     start = prior > here
     off = start | (here - torch.stack(beside).amax(0) < 0.05 * AWAY**2)
-    white, root = torch.where(start[..., None], 0.0, q.white.detach()), one.expand_as(q.root)
-    for step in range(STEPS):
-        # as of a block
-        held = given if step == STEPS - 1 else given.detached()
-        slope = torch.func.grad(lambda w, held=held: log_likelihoods(units, held, w).sum())
-        at = white.detach()
-        with_products: Any = torch.func.vjp(slope, at)
-        g, product = with_products
-        H = -torch.stack([product(e.expand_as(at))[0] for e in one], -1)
-        H = positive_part(0.5 * (H + H.mT).flatten(0, 1)).reshape(H.shape)
-        factor = cholesky(one + H)
-        new = solve_transposed(factor, solve(factor, g + matvec(H, at)))
-        fine = (new.isfinite().all(-1) & factor.isfinite().all(-1).all(-1))[..., None]
-        white, root = torch.where(fine, new, white), torch.where(fine[..., None], factor, root)
-    better = (off & (_log_joint(units, given, white) >= here))[..., None]
-    white, root = torch.where(better, white, q.white), torch.where(better[..., None], root, q.root)
-    return Conditionals(q.prior, white, root)
+    white = torch.where(start[..., None], 0.0, q.white.detach())
+    found = _stepped(units, given, Conditionals(q.prior, white, one.expand_as(q.root)), STEPS)
+    better = (off & (_log_joint(units, given, found.white) >= here))[..., None]
+    white = torch.where(better, found.white, q.white)
+    return Conditionals(q.prior, white, torch.where(better[..., None], found.root, q.root))
 
 
 class Integrated(NamedTuple):
