@@ -140,6 +140,11 @@ class Fitted:
             raise TypeError(f"{what}, which has khat, verdict, summary, to_arviz and loo.")
         self.model, self.guide = partial(model, *args, **kwargs), partial(guide, *args, **kwargs)
         self.whole: Any = model if hasattr(model, "over_ranks") else None
+        if self.whole and hasattr(guide, "draw_units") and len(self.whole.of_all(None)) > 1:
+            raise ValueError(
+                "Each rank has units of its own, and weights of all of them are not known. Read those "
+                "of a rank by to_arviz(model, guide, ...) with its data and the model of one process."
+            )
         with torch.no_grad():
             of_guide, of_model = run_both(model, guide, args, kwargs, Minibatches())
         self.batches, self._kwargs = model if isinstance(model, OverBatches) else None, kwargs

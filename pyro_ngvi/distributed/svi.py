@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -46,6 +47,9 @@ class DistributedSVI(SVI):
         program: the model for what evaluates the log density of all data on all ranks together.
         own_noise: whether each rank draws for itself.
     """
+
+    #: how names of a guide's buffers begin that each rank has of its own
+    of_rank: tuple[str, ...] = ()
 
     def __init__(
         self, svi: SVI, plates: Sequence[str], scaled_to: str | None, own_noise: bool, every: int
@@ -170,6 +174,7 @@ class DistributedSVI(SVI):
             f"{what}.{name}": x
             for what, root in (("guide", self.guide), ("model", self.model))
             for name, x in (root.named_buffers() if isinstance(root, nn.Module) else ())
+            if not name.startswith(self.of_rank)
         }
         tensors = self._leaves | buffers
         _check_alike(from_all({k: (tuple(v.shape), str(v.dtype)) for k, v in tensors.items()}))
@@ -234,6 +239,38 @@ class SitesSVI(DistributedSVI):
                     f"distributed.wrap: the data {name!r} are {where} the shards {self._plates}. Name "
                     f"the plates of all data that depend on latent variables, and of no others."
                 )
+
+
+class UnitsSVI(DistributedSVI):
+    """With a guide of units: each rank has those of its data, their latent variables and their sites.
+
+    They take their steps where they are, and only what they say of the globals is summed.
+    """
+
+    of_rank = ("sites.",)
+
+    @contextmanager
+    def _as_one_of_all(self, args: Any, kwargs: Any) -> Iterator[None]:
+        guide = self.guide
+        with super()._as_one_of_all(args, kwargs):
+            guide.share, guide.apart = float(self.program.factor), rank() * APART
+            try:
+                yield
+            finally:
+                guide.share, guide.apart = 1.0, None
+
+    def _check_terms(self, own: dict[str, Term]) -> None:
+        units = self.guide.units
+        if units.plate not in self._plates:
+            where = "are a block, which" if units.is_block else f"stand in {units.plate!r}, which"
+            raise ValueError(
+                f"distributed.wrap: the units {where} is no plate of the shards {self._plates}. Name "
+                f"it, and the plates of their data, or take one process."
+            )
+        of_rank = units.names
+        super()._check_terms(
+            {n: replace(t, numbers=()) if n in of_rank else t for n, t in own.items()}
+        )
 
 
 def _check_alike(layouts: list[dict[str, Any]]) -> None:

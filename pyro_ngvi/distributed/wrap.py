@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..optim.host import describe
 from ..optim.rule import require
 from .processes import check_connected
-from .svi import DistributedSVI, SitesSVI
+from .svi import DistributedSVI, SitesSVI, UnitsSVI
 
 #: losses that are not linear in log p, so that means over ranks are not theirs
 NOT_LINEAR = (RenyiELBO, ReweightedWakeSleep, TraceTailAdaptive_ELBO, EnergyDistance, Trace_MMD)
@@ -45,6 +45,7 @@ def wrap(
     Not for models whose data fit one process and take a few milliseconds a step; latent sites for each
     datum (in a plate of the shards, which is refused, or in one vector, which cannot be seen);
     likelihoods that are no product over the rows of the shards; losses that are not linear in log p.
+    Of :class:`~pyro_ngvi.AutoHierarchical` each rank has units of its own, whose plate ``plates`` name.
     Of :class:`~pyro_ngvi.AutoSites` each rank has the sites of its rows, and the guide sums what they
     say: not in lists of guides, for processes and chains, nor while parameters are learned.
 
@@ -98,12 +99,13 @@ def wrap(
             "distributed.wrap: a DistributedDataParallel module averages gradients behind the "
             "optimizer's back, and not curvature. Pass the module within it, its attribute module."
         )
-    by_sites = hasattr(svi.guide, "holds_sites")
-    held = ["draw_units"] if by_sites else ["draw_units", "holds_sites"]
+    kinds = {"holds_sites": SitesSVI, "draw_units": UnitsSVI}
+    kind = next((k for what, k in kinds.items() if hasattr(svi.guide, what)), DistributedSVI)
+    held = [what for what, k in kinds.items() if k is not kind]
     if any(hasattr(part, what) for part in parts for what in held):
         raise ValueError(
-            f"distributed.wrap: {describe(svi.guide)} holds numbers for each unit or datum, which all "
-            f"have to be on one process. Take pyro_ngvi.AutoFullRankNormal, or one process."
+            f"distributed.wrap: {describe(svi.guide)} has parts that hold numbers for each unit or "
+            f"datum. Take one such guide alone, pyro_ngvi.AutoFullRankNormal, or one process."
         )
     loss = getattr(svi.loss_and_grads, "__self__", None)
     if plates and isinstance(loss, NOT_LINEAR):
@@ -112,5 +114,4 @@ def wrap(
             f"not those of all data. Take an ELBO, or all data on all ranks with plates=[]."
         )
     own_noise = not plates if own_noise is None else own_noise
-    kind = SitesSVI if by_sites else DistributedSVI
     return kind(svi, plates, scaled_to, own_noise, check_every)

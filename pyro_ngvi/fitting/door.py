@@ -270,3 +270,14 @@ def begins_with(guide: Any, args: Any, kwargs: Any) -> bool:
     with poutine.block():
         guide(*args, **kwargs)
     return True
+
+
+def check_spread(guide: Any, compile: bool | str) -> None:
+    """Refuse what ``fit`` does not do on several processes."""
+    if compile:
+        raise ValueError("Steps of several processes are not compiled: leave compile= out.")
+    if hasattr(guide, "draw_units"):
+        raise ValueError(
+            "fit has no verdict on units of several processes. Write the loop around "
+            "pyro_ngvi.distributed.wrap(svi, plates=[...]), or name another guide."
+        )

@@ -89,8 +89,7 @@ class Fit(Result):
         require(fits, "distributed", "be a dict, as {'plates': ['data']}", distributed)
         self.distributed = None if distributed is None else dict(distributed)
         if distributed is not None:
-            if compile:
-                raise ValueError("Steps of several processes are not compiled: leave compile= out.")
+            door.check_spread(self.svi.guide, compile)
             self.svi = wrap(self.svi, **distributed)
         self.batches = None if data is None else Batches(data)
         self.stop = StopRule(self.svi, tol, batches=self.batches, newton=True)

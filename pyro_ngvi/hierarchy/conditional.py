@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..families.mixture import quantiles_of_normals
 from ..linalg.cholesky import cholesky, solve, solve_columns, solve_transposed
+from ..linalg.host import own_random_state
 from ..linalg.products import matvec
 
 
@@ -139,9 +140,15 @@ def _log_normal(w: Tensor) -> Tensor:
     return -0.5 * (w.square().sum(-1) + w.shape[-1] * log(2.0 * pi))
 
 
-def antithetic(like: Tensor) -> Tensor:
-    """White noise (S, B, k), in pairs e, -e; one is left over where S is odd."""
-    half = torch.randn_like(like[: (len(like) + 1) // 2])
+def antithetic(like: Tensor, apart: int | None = None) -> Tensor:
+    """White noise (S, B, k), in pairs e, -e; one is left over where S is odd.  Where ``apart`` differs
+    the noise does, and what is drawn after it does not."""
+    half = like[: (len(like) + 1) // 2]
+    if apart is None:
+        half = torch.randn_like(half)
+    else:
+        with own_random_state((int(torch.randint(2**62, (), device="cpu")) + apart) % 2**62):
+            half = torch.randn_like(half)
     return torch.cat([half, -half[: len(like) // 2]])
 
 

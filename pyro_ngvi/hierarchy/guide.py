@@ -95,6 +95,9 @@ class AutoHierarchical(MadeAtFirstCall):
 
     globals: Any
     sites: SiteTable
+    #: of one of several processes: as how many its units count, and what sets their noise apart
+    share: float = 1.0
+    apart: int | None = None
 
     def __init__(
         self,
@@ -170,7 +173,7 @@ class AutoHierarchical(MadeAtFirstCall):
         if learning and self.sites.any_new():
             self._begin(given.detached(), weight)
         q = self._conditionals(given)
-        noise = antithetic(q.white)
+        noise = antithetic(q.white, self.apart)
         w = q.drawn(noise)
         if learning:
             # a prior that is free of the globals leaves the draws without a graph
@@ -180,7 +183,7 @@ class AutoHierarchical(MadeAtFirstCall):
                 step = partial(self._step, q=q.detached(), noise=noise)
             w.register_hook(lambda grad: step(at, weight=weight))
         drawn, log_det = self.units.mapped(given.latent.at(w), given.maps)
-        return Drawn(drawn, q.log_q(noise) - log_det, given.seen)
+        return Drawn(drawn, self.share * (q.log_q(noise) - log_det), given.seen)
 
     def _call(self, args: Any, kwargs: Any, minibatches: Minibatches | None = None) -> Call:
         if not has_model(self):  # Pyro leaves it out of copies
@@ -203,7 +206,7 @@ class AutoHierarchical(MadeAtFirstCall):
         """A step of the sites at fresh draws of the units, or nearer to their means by ``noise``."""
         given = given.repeated(-(-ENOUGH // len(given.priors.offset)))
         q = self._conditionals(given)
-        self._step(given, q, noise * antithetic(q.white), weight)
+        self._step(given, q, noise * antithetic(q.white, self.apart), weight)
 
     @outside_autocast
     def _step(self, given: Given, q: Conditionals, noise: Tensor, weight: float) -> None:

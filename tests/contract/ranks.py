@@ -15,6 +15,7 @@ from typing import Any
 
 import pyro
 import pyro.distributions as dist
+import pytest
 import torch
 import torch.distributed
 from pyro.infer import SVI, Trace_ELBO, TraceEnum_ELBO
@@ -349,6 +350,41 @@ def by_sites(model: Any, batches: Iterable[Any], scaled_to: Any = None) -> dict[
     }
 
 
+def groups(y: Tensor, labels: Tensor, size: int | None = None) -> None:
+    """Units with a mean and a count of labels each: Gaussian given the globals without the labels."""
+    m = pyro.sample("m", dist.Normal(y.new_zeros(()), 3.0))
+    s = pyro.sample("s", dist.HalfNormal(y.new_tensor(2.0)))
+    with pyro.plate("units", len(y), subsample_size=size) as rows:
+        u = pyro.sample("u", dist.Normal(m, s))
+        pyro.sample("y", dist.Normal(u, 0.7), obs=y[rows])
+        if labels.numel():
+            pyro.sample("labels", dist.Binomial(5, logits=u), obs=labels[rows])
+
+
+def by_units(steps: int, *mine: Tensor, size: int | None = None) -> dict[str, Any]:
+    """Losses, q(v), and the sites of the units of all ranks in their order."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(17 + rank())
+    guide = ngvi.AutoHierarchical(groups)
+    svi = SVI(groups, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(16))
+    scaled_to = None if size is None else "shard"
+    svi = ngvi.distributed.wrap(svi, ["units"], check_every=1, scaled_to=scaled_to)
+    losses = [svi.step(*mine, size) for _ in range(steps)]
+    assert (guide.share, guide.apart) == (1.0, None)
+    if world_size() > 1:
+        with pytest.raises(ValueError, match="weights of all of them are not known"):
+            ngvi.khat(svi.program, guide, *mine)
+    q, sites = guide.globals.get_posterior(), guide.sites
+    parts = from_all([sites.linear, sites.precision])
+    return {
+        "losses": torch.tensor(losses),
+        "loc": q.mean.detach(),
+        "covariance": q.covariance_matrix.detach(),
+        "linear": torch.cat([linear for linear, _ in parts]),
+        "precision": torch.cat([precision for _, precision in parts]),
+    }
+
+
 def in_one_call(path: Path) -> dict[str, Any]:
     """Fits by ``fit``, what is read of them, and how they end where one rank has had enough."""
     last = rank() == world_size() - 1
@@ -402,6 +438,23 @@ def sites(model: Any) -> Callable[[], SVI]:
     return make
 
 
+def units(model: Any) -> Callable[[], SVI]:
+    def make() -> SVI:
+        guide = ngvi.AutoHierarchical(model)
+        return SVI(model, guide, ngvi.NGVB(guide), ngvi.BatchedELBO(16))
+
+    return make
+
+
+def series(y: Tensor) -> None:
+    """A random walk behind data of the rank, which is one unit, a block."""
+    s = pyro.sample("s", dist.HalfNormal(y.new_tensor(1.0)))
+    z = pyro.sample("z", dist.Normal(y.new_zeros(5), 1.0).to_event(1))
+    x = pyro.deterministic("x", s * z.cumsum(-1))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Poisson(x.mean().exp()), obs=y.abs().round())
+
+
 def refused() -> dict[str, str]:
     """What is said at the first step, by all ranks."""
     X, y = ngvi.distributed.shard(*data())
@@ -422,6 +475,8 @@ def refused() -> dict[str, str]:
         "sites, learned": (sites(learnt), (X, y), {"plates": plate}),
         "sites, outside": (sites(outside), (X, y), {"plates": plate}),
         "sites, no plates": (sites(outside), data(), {"plates": []}),
+        "units, no plate": (units(groups), (y, y[:0]), {"plates": []}),
+        "units, a block": (units(series), (y,), {"plates": plate}),
     }
     found = {}
     for name, (make, args, how) in cases.items():
@@ -453,6 +508,12 @@ def main(number: int, world: int, store: str, out: str) -> None:
     found["minibatches"] = run(small, batches_of(8), scaled_to="whole")
     kronecker = ours("AutoMatrixNormal", optim.NoisyKFAC, layer, curvature="kronecker")
     found["NoisyKFAC"] = run(kronecker, [even] * STEPS)
+    rows = ngvi.distributed.shard(y)
+    found["units"] = by_units(40, rows, rows[:0])
+    twice = 5.0 * torch.sigmoid(ngvi.distributed.shard(y[:12].repeat(2))).round(decimals=1)
+    twice = twice.round()
+    found["units, labels"] = by_units(60, twice, twice)
+    found["units, minibatches"] = by_units(300, twice, twice, size=len(twice) // 2)
     found["fit"] = in_one_call(Path(out).with_suffix(".fit"))
     if world > 1:
         found["own noise"] = [

@@ -15,7 +15,9 @@ import pyro.distributions as dist
 import pytest
 import torch
 from filelock import FileLock
+from pyro import poutine
 from pyro.infer import SVI, RenyiELBO, Trace_ELBO
+from pyro.infer.autoguide import AutoGuideList
 from torch.nn.parallel import DistributedDataParallel
 
 import pyro_ngvi as ngvi
@@ -117,9 +119,28 @@ def test_a_fit_in_one_call(worlds: Any, size: int) -> None:
     assert ends == [ends[0]] * size
     assert ends[0][0] == "max_time" and ends[0][2:] == ("callback", 3)
     assert found["written"]
-    refused = ["name a guide", "compile", "one process", "save by ranks"]
+    refused = ["name a guide", "compile", "Write the loop", "save by ranks"]
     for message, says in zip(found["refused"], refused, strict=True):
         assert says in message and len(message) <= 240
+
+
+@pytest.mark.parametrize("size", WORLDS)
+def test_units_of_ranks(worlds: Any, size: int) -> None:
+    """Where units are Gaussian given their globals, their draws make no noise, and what is left is that
+    of one process; else within that noise."""
+    expected, found = worlds(1)["units"], worlds(size)["units"]
+    for name, value in expected.items():  # the first sites are made of draws
+        value, other = (x[-20:] if name == "losses" else x for x in (value, found[name]))
+        torch.testing.assert_close(other, value, rtol=1e-7, atol=1e-7, msg=name)
+    for name in ("units, labels", "units, minibatches"):
+        expected, found = worlds(1)[name], worlds(size)[name]
+        sd = expected["covariance"].diagonal().sqrt()
+        assert ((found["loc"] - expected["loc"]).abs() < 0.25 * sd).all()
+        assert ((found["covariance"].diagonal().sqrt() / sd).log().abs() < 0.25).all()
+        assert abs(found["losses"][-30:].mean() - expected["losses"][-30:].mean()) < 1.5
+    # data of the second half are those of the first, and draws of a rank are its own
+    first, second = found["linear"].chunk(2)
+    assert not torch.equal(first, second)
 
 
 def test_a_fit_of_two_processes_goes_on_in_one(worlds: Any) -> None:
@@ -160,6 +181,8 @@ def test_faults(worlds: Any) -> None:
         ("sites, learned", "learns 's'"),
         ("sites, outside", "the data 'measured' are in no plate of the shards"),
         ("sites, no plates", "are in no plate of the shards"),
+        ("units, no plate", "the units stand in 'units', which is no plate of the shards"),
+        ("units, a block", "the units are a block, which is no plate of the shards"),
     ],
 )
 def test_refused_on_all_ranks(worlds: Any, name: str, match: str) -> None:
@@ -227,8 +250,9 @@ def test_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         ngvi.distributed.wrap(svi, [], check_every=0)
     with pytest.raises(ValueError, match="RenyiELBO is not linear in log p"):
         ngvi.distributed.wrap(SVI(model, svi.guide, svi.optim, RenyiELBO()), ["data"])
-    units = ngvi.AutoHierarchical(model)
-    svi = SVI(model, units, ngvi.NGVB(units), ngvi.BatchedELBO(4))
+    parts = AutoGuideList(model)
+    parts.append(ngvi.AutoSites(poutine.block(model, expose=["z"])))
+    svi = SVI(model, parts, ngvi.IFVB(parts), Trace_ELBO())
     with pytest.raises(ValueError, match="for each unit or datum"):
         ngvi.distributed.wrap(svi, [])
     monkeypatch.setattr(DistributedDataParallel, "__init__", torch.nn.Module.__init__)
