@@ -390,7 +390,7 @@ STEPS = (
     Mutant(
         "corrected draws: a proposal that is not defended",
         "diagnostics/proposal.py",
-        "self._posterior = defended(q, *(wide or (mean, covariance)), share)",
+        "self._posterior = defended(q, wide or own, share, others)",
         "self._posterior = q",
         ("../statistical/test_by_slices",),
     ),

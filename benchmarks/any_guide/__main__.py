@@ -16,7 +16,7 @@ from typing import Any
 from ..problems import DataNotFound
 from ..stepping import circumstances, heading
 from ..time_to_target import prepare
-from . import frames, generic, guides, memory, steps
+from . import coverage, frames, generic, guides, memory, steps
 from .kinds import KINDS
 
 GUIDES: dict[str, Callable[[], guides.Problem]] = {
@@ -28,7 +28,7 @@ GUIDES: dict[str, Callable[[], guides.Problem]] = {
     **{cell: partial(guides.regression, cell) for cell in guides.CELLS},
     **KINDS,
 }
-PARTS = (*GUIDES, "by_steps", "steps", "frames", "memory")
+PARTS = (*GUIDES, "by_steps", "steps", "frames", "memory", "coverage")
 
 
 def equal_time(name: str, seeds: int, budget: float) -> list[Any]:
@@ -81,6 +81,9 @@ def main(arguments: list[str] | None = None) -> None:
         elif name == "frames":
             found[name] = frames.run(2 if p.quick else p.seeds or 5, p.quick)
             print(frames.table(found[name]), flush=True)
+        elif name == "coverage":
+            found[name] = coverage.run(10 if p.quick else 200)
+            print(coverage.table(found[name]), flush=True)
         else:
             D = 20_000 if p.quick else 1_000_000
             found[name] = memory.run(D, rounds=2 if p.quick else 3)

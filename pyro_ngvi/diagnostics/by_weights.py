@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
+
+import torch
 
 from ..guides import AutoExponentialFamily, AutoFullRankNormal
 from ..hierarchy import AutoHierarchical
 from ..hierarchy.whole import Whole
 from ..runtime.run import CannotBatch
 from .correction import MORE, MOST_DRAWS, POOL, Corrected, moved_by_weights
+from .defence import Place
 from .diagnosis import Diagnosis
 from .draws import MOST_DOUBLES, Fitted, random_state
 from .elsewhere import moments
@@ -74,7 +76,7 @@ def by_weights(
     with random_state(seed, stream=2):
         if has_few(guide):
             judged = _by_slices(model, guide, args, kwargs, weights, patience)
-            weights = replace(weights, missed=None)  # r is there too
+            weights = weights.of_modes_held  # r is in the others too
         else:
             judged = moved_by_weights(model, guide, args, kwargs, num_draws)
     if judged is None:
@@ -90,8 +92,9 @@ def _by_slices(model: Any, guide: Any, args: Any, kwargs: Any, known: KHat, pati
     """:func:`.moved_by_weights`, of a model all of whose latent variables are globals, few of them.
 
     A tail that is so long that a few draws make the sd is none of theirs, but in a deterministic site,
-    as a ratio, nor are other modes, but for those that draws of the prior are in."""
-    if known.other_modes or known.rounded or known.ess == 0.0:
+    as a ratio, nor are other modes, but for those that draws of the prior are in, or where the search
+    for a start ended."""
+    if known.mirrored or known.rounded or known.ess == 0.0:
         return None
     # a support that depends on a latent site has no slices, say
     with suppress(ValueError, RuntimeError, CannotBatch):
@@ -109,9 +112,10 @@ def _by_slices(model: Any, guide: Any, args: Any, kwargs: Any, known: KHat, pati
         wide = moments(fitted, whole.layout) if missed else None
         if missed and wide is None:
             return None
+        others = _ends(guide)
         most = LIGHT if missed else HALF  # r of one mode and long tails is no shape of several
         for _ in range(TRIES):
-            better = proposal(whole, wide=wide)
+            better = proposal(whole, wide=wide, others=others)
             judged = moved_by_weights(model, guide, args, kwargs, draws, better)
             if judged is None:
                 break
@@ -125,3 +129,17 @@ def _by_slices(model: Any, guide: Any, args: Any, kwargs: Any, known: KHat, pati
             if k > most + NEAR or share < 0.5 * SHARE:
                 break
     return None
+
+
+def _ends(guide: Any) -> list[Place]:
+    """Where the search for the guide's start ended."""
+    report, params = guide.start_report, next(guide.parameters())
+    ends = [] if report is None else report.ends
+    return [
+        Place(
+            q.loc.to(params),
+            torch.linalg.inv(q.precision).to(params),
+            math.exp(q.elbo - ends[0].elbo),
+        )
+        for q in ends
+    ]

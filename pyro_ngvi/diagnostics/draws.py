@@ -143,7 +143,7 @@ class Fitted:
         if self.whole and hasattr(guide, "draw_units") and len(self.whole.of_all(None)) > 1:
             raise ValueError(
                 "Each rank has units of its own, and weights of all of them are not known. Read those "
-                "of a rank by to_arviz(model, guide, ...) with its data and the model of one process."
+                "of a rank by to_arviz, with its data and the model of one process."
             )
         with torch.no_grad():
             of_guide, of_model = run_both(model, guide, args, kwargs, Minibatches())

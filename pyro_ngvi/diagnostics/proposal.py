@@ -8,6 +8,7 @@ k-hat is taken.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -23,7 +24,7 @@ from ..hierarchy.marginal import MOST, ORDERS, point_count
 from ..hierarchy.whole import Whole
 from ..runtime.density import LatentLayout
 from ..runtime.model_density import NaNWhereSingular, batched_trace
-from .defence import SEVERAL, SHARE, defended
+from .defence import SEVERAL, SHARE, Moments, Place, defended
 from .draws import guide_draws
 from .khat import EVEN, KHat, khat_from_log_weights
 from .slices import copula
@@ -58,23 +59,31 @@ def refined(model: Collapsed | Whole, draws: int = DRAWS) -> ExactUnits:
 
 
 def proposal(
-    model: Collapsed | Whole, draws: int = DRAWS, wide: tuple[Tensor, Tensor] | None = None
+    model: Collapsed | Whole,
+    draws: int = DRAWS,
+    wide: Moments | None = None,
+    others: Sequence[Place] = (),
 ) -> ExactUnits:
     """With that r(v) of the smallest k-hat among a few; its long tails are of the ``wide`` mean and
-    covariance, where given, that of other modes too."""
+    covariance, where given, that of other modes too, and it has a share at those of ``others`` that
+    are not within its own Gaussian."""
     layout, tried = model.layout, []
     theta, log_q = _drawn(ExactUnits(model), layout, max(draws, EACH * layout.dim))
     theta = theta[log_q.isfinite()]
     mean, covariance = theta.mean(0), theta.mT.cov().reshape(2 * theta.shape[1:])
     if bool((theta == theta[0]).all(0).any()):  # a guide that is a point in some of them
         return ExactUnits(model)
+    if others:
+        precise = torch.linalg.inv(covariance)
+        off = [place.mean - mean for place in others]
+        others = [q for q, x in zip(others, off, strict=True) if x @ precise @ x > layout.dim]
     for _ in range(ROUNDS):
-        guide = ExactUnits(model, _Sliced(model, layout, mean, covariance, wide))
+        guide = ExactUnits(model, _Sliced(model, layout, mean, covariance, wide, others))
         theta, weights = weighted_globals(guide, layout, draws)
         d = layout.dim
         tried.append((weights.khat, guide))
         few = weights.ess < MIN_DRAWS + d * (d + 1) / 2
-        if is_light(weights) or few or wide is not None:  # slices are of one mode
+        if is_light(weights) or few or wide is not None or others:  # slices are of one mode
             break
         w = torch.from_numpy(weights.psis_log_weights).to(theta).exp()
         mean = w @ theta
@@ -122,7 +131,8 @@ class _Sliced(AutoContinuous):
         layout: LatentLayout,
         mean: Tensor,
         covariance: Tensor,
-        wide: tuple[Tensor, Tensor] | None = None,
+        wide: Moments | None = None,
+        others: Sequence[Place] = (),
     ) -> None:
         super().__init__(model, init_loc_fn=init_to_center)
 
@@ -130,9 +140,9 @@ class _Sliced(AutoContinuous):
             _, log_det = layout.unpack_with_log_det(theta)
             return log_density(model, layout, theta) + log_det
 
-        q = copula(log_p, mean, covariance)
+        q, own = copula(log_p, mean, covariance), (mean, covariance)
         share = SHARE if wide is None else SEVERAL
-        self._posterior = defended(q, *(wide or (mean, covariance)), share)
+        self._posterior = defended(q, wide or own, share, others)
         with torch.no_grad():
             self()
 

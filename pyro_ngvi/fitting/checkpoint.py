@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
@@ -23,6 +23,7 @@ from pyro.nn import PyroModule
 from torch import Tensor, nn
 
 from .._version import __version__
+from ..guides.found import Found
 from ..optim.host import NaturalGradientOptim, describe, find_blocks
 from ..optim.state import OthersState
 from ..runtime.store import BASELINES, module_name
@@ -107,6 +108,7 @@ def collect(svi: SVI, stop: Any = None, batches: Any = None, extra: Any = None) 
             "stored": _stored(guide),
             "latents": _latents(guide),
             "state": _state(guide),
+            "starts": {path: b.start_report.plain() for path, b in _searched(guide)},
         },
         "model": _state(svi.model),
         "params": {name: unconstrained[name].detach().clone() for name in sorted(names)},
@@ -163,6 +165,9 @@ def restore(
         )
     _fill(path, "model", model, saved["model"])
     _fill(path, "guide", guide, own["state"])
+    for where, block in find_blocks(guide):
+        if where in own.get("starts", ()):  # verdicts ask which modes a search has seen
+            block.start_report = Found.of_plain(own["starts"][where])
     _fill_store(path, saved["params"])
     if isinstance(optim, NaturalGradientOptim):
         optim.set_state(_renamed(saved["optim"]["state"], own["stored"], _stored(guide)))
@@ -176,6 +181,12 @@ def restore(
         batches.load_state_dict(saved["batches"])
     set_all_random_states(saved["random"])
     return saved["extra"]
+
+
+def _searched(guide: Any) -> Iterator[tuple[str, Any]]:
+    """Blocks whose start a search has found, by path."""
+    blocks = find_blocks(guide)
+    return ((p, b) for p, b in blocks if getattr(b, "start_report", None) is not None)
 
 
 def write(path: str | os.PathLike[str], tree: Any) -> None:

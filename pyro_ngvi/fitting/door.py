@@ -278,6 +278,6 @@ def check_spread(guide: Any, compile: bool | str) -> None:
         raise ValueError("Steps of several processes are not compiled: leave compile= out.")
     if hasattr(guide, "draw_units"):
         raise ValueError(
-            "fit has no verdict on units of several processes. Write the loop around "
-            "pyro_ngvi.distributed.wrap(svi, plates=[...]), or name another guide."
+            "fit has no verdict on units of several processes. Write the loop, with the SVI that "
+            "pyro_ngvi.distributed.wrap makes, or name another guide."
         )

@@ -52,12 +52,19 @@ def is_flat(steps: int, fall: float, error: float) -> bool:
     return 2.0 * error + max(fall, 0.0) <= NOISY * sd
 
 
-def has_stalled(looks: Sequence[tuple[int, Gap]], steps: int, tol: float) -> bool:
-    """Whether the steps of the last three quarters have not halved a gap that stays above tol."""
+def has_stalled(
+    looks: Sequence[tuple[int, Gap]], steps: int, tol: float, sees_all: bool = True
+) -> bool:
+    """Whether the steps of the last three quarters have not halved a gap that stays above tol; in
+    minibatches, of which none sees all, where nothing else takes such a run further, also not made it
+    smaller by more than two errors."""
     since = [gap for k, gap in looks if 4 * k >= steps]
     above = all(gap.curved and gap.nats - gap.error > tol for gap in since)
     enough = steps >= STALLED and len(since) >= 4
-    return enough and above and since[0].nats < 2.0 * since[-1].nats
+    if not (enough and above and since[0].nats < 2.0 * since[-1].nats):
+        return False
+    fall, error = since[0].nats - since[-1].nats, math.hypot(since[0].error, since[-1].error)
+    return sees_all or fall <= 2.0 * error
 
 
 class PairedFall:

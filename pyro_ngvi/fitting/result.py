@@ -323,7 +323,10 @@ class Result:
         lines.append(f"{self.why_stopped or 'not ended'} after {took}{left}")
         try:
             verdict, (elbo, error) = self._verdict_in_words, self.elbo
-            lines.append(f"ELBO {elbo:.2f} +- {error:.2f} nats. {verdict}")
+            off = (
+                "" if np.isfinite(elbo) else ", as draws of the guide are where there is no density"
+            )
+            lines.append(f"ELBO {elbo:.2f} +- {error:.2f} nats{off}. {verdict}")
         except Exception as error:  # whatever the guide or the model says of these arguments
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             lines.append(f"No verdict: {reason}")

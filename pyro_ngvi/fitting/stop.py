@@ -20,6 +20,7 @@ from ..guides.deadline import is_asked
 from ..linalg.host import own_random_state
 from ..losses import BatchedELBO
 from ..optim.host import NaturalGradientOptim, find_blocks
+from ..optim.von import VON
 from ..runtime.run import CannotBatch
 from ..runtime.store import traced_params
 from ..sites import CVI
@@ -205,9 +206,11 @@ class StopRule:
         self._next = self.steps + max(self.steps // 4, meter.count // 4, 1)
         if gap.is_below(self.tol):
             return "converged"
-        # of others, whose rates may be too small, and where noise leaves no curvature, losses tell
-        creeps = has_stalled(self.looks, self.steps, self.tol)
-        stalls = creeps if natural and gap.curved else is_flat(self.steps, fall, error)
+        # losses tell of others, whose rates may be too small, as in minibatches those of VON and its
+        # kin, and where noise leaves no curvature
+        adapts = natural and (meter.sees_all or not isinstance(self.svi.optim, VON))
+        creeps = has_stalled(self.looks, self.steps, self.tol, meter.sees_all)
+        stalls = creeps if adapts and gap.curved else is_flat(self.steps, fall, error)
         return "stalled" if stalls else None
 
     def _descend(self, meter: GapMeter, most: int, newton: bool, patient: bool = False) -> Gap:

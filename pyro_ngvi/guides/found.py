@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from ..runtime.in_double import in_double
 SAME = 1.0
 #: nats below the best from which a mode has less than a twentieth of its mass
 COMPARABLE = math.log(20.0)
+#: and less than a thousandth, which is nothing
+FAINT = math.log(1000.0)
 #: nats: a fall of log p between two modes, less of which is a bend
 BARRIER = 2.0
 #: of draws that are in a mode, where more than the far tail of a guide is there
@@ -39,6 +42,7 @@ class Found:
         apart: Gaussians of comparable mass that are apart, among those that the paths ended at, where
             there are several.
         concave: whether log p is, as far as was seen, and one point was enough.
+        gaussians: at whose means paths ended.
     """
 
     params: Tensors | None
@@ -47,6 +51,23 @@ class Found:
     evaluations: int
     apart: tuple[Gaussian, ...] = ()
     concave: bool = False
+    gaussians: tuple[Gaussian, ...] = ()
+
+    def plain(self) -> dict[str, Any]:
+        """What a file keeps of it, for :meth:`of_plain`."""
+        return asdict(self) | {"params": None if self.params is None else {}}
+
+    @classmethod
+    def of_plain(cls, kept: dict[str, Any]) -> Found:
+        """The same from a file."""
+        gaussians = {n: tuple(Gaussian(**q) for q in kept[n]) for n in ("apart", "gaussians")}
+        return cls(**{**kept, **gaussians})
+
+    @property
+    def ends(self) -> list[Gaussian]:
+        """Where paths ended, with a thousandth of the largest mass or more, each outside of those
+        before, the best first; several may be parts of one mode that is bent."""
+        return modes_of(self.gaussians, FAINT)
 
     @property
     def modes(self) -> int:
@@ -127,7 +148,7 @@ def holder(known: Iterable[Gaussian], theta: Tensor) -> Gaussian | None:
     return next((q for q in known if q.holds(theta)), None)
 
 
-def modes_of(ends: Iterable[Gaussian], nats: float) -> list[Gaussian]:
+def modes_of(ends: Iterable[Gaussian], nats: float = COMPARABLE) -> list[Gaussian]:
     """Those that are apart, and no more ``nats`` below the one with the largest ELBO, the first."""
     modes: list[Gaussian] = []
     for q in sorted(ends, key=lambda q: -q.elbo):

@@ -42,7 +42,7 @@ from ..linalg.noise import centred
 from .ascent import ascended
 from .deadline import is_late
 from .expectations import DRAWS, LEFT, smoothed
-from .found import BARRIER, COMPARABLE, SAME, Found, Gaussian, holder, lower, modes_of, rounding
+from .found import BARRIER, FAINT, SAME, Found, Gaussian, holder, lower, modes_of, rounding
 from .scouts import led, looks_convex
 
 LogDensity = Callable[[Tensor], Tensor]  # theta (S, d) to (S,)
@@ -70,7 +70,7 @@ class Search:
     #: the family by which the Gaussians on the way are compared
     compared: Any = FULL
     #: nats below the best end from which an end is of no use
-    within: float = COMPARABLE
+    within: float = FAINT
     #: Gaussians in a row without a larger ELBO that end a path
     falling: int = 3
     #: what goes to another member from the start to replace, instead of a few steps of its family
@@ -244,7 +244,8 @@ class Search:
         elbos = [self.elbo(family, q, errors=2.0) for q in found]
         params = found[elbos.index(max(elbos))] if max(elbos, default=before) > before else None
         good = [q for q in self.ends if q.spread < SAME]
-        return Found(params, tuple(reached), before, self.evaluations, self.apart(good), convex)
+        seen = tuple(reached), before, self.evaluations, self.apart(good), convex
+        return Found(params, *seen, tuple(self.ends))
 
     def is_convex(self, points: Iterable[Tensor]) -> bool:
         """Whether all that is known of f after one path, and at points (d,), is so of a convex one."""
@@ -283,7 +284,7 @@ class Search:
 
     def apart(self, good: list[Gaussian]) -> tuple[Gaussian, ...]:
         """Those of comparable mass, if there are several, that others do not join without a fall."""
-        known, apart = modes_of(good, COMPARABLE), list[list[Gaussian]]()
+        known, apart = modes_of(good), list[list[Gaussian]]()
         for q in known:
             joined = [m for m in apart if any(self.barrier(q, p, known) <= BARRIER for p in m)]
             apart = [m for m in apart if m not in joined] + [[q, *chain(*joined)]]

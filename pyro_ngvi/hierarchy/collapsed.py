@@ -29,6 +29,7 @@ from .conditional import Conditionals
 from .guide import AutoHierarchical
 from .marginal import (
     AT_ONCE,
+    FEW,
     NOTICED,
     at_globals,
     found_beyond,
@@ -48,9 +49,9 @@ from .whole import Whole
 DEGREES, PROPOSALS, WIDER = 5.0, 4, 16
 #: variance that is added to theirs, in those of q(u_i | v)
 NARROWEST = 1.0 / 16.0
-#: draws of the globals at which the quadrature is tried, and nats of error of which a warning tells, of
-#: a block, whose points are random: so much noise costs its weights a fifth of their worth
-TRIED, NOISE = 8, 0.5
+#: draws of the globals at which the quadrature is tried; of a block, whose points are random, times as
+#: many points, and nats of error of the fewest of which a warning tells, less of more
+TRIED, MORE, NOISE = 8, 8, 0.4
 #: standard errors from which a unit is known to have more mass than the quadrature finds
 SURE = 4.0
 
@@ -67,8 +68,8 @@ def collapse(
     ``pyro.factor``, for NUTS, a grid or any guide; :meth:`Collapsed.draw_units` adds the effects.
 
     A gradient costs one through the likelihood at all points: 20 for units of one latent variable, 49
-    for two, 125 for three, 512 beyond; a block has 16 draws of its Gaussian at each v, after Newton's
-    steps.  Not for minibatches of units, nor for units of tens of latent variables or several modes.
+    for two, 125 for three, 512 beyond; a block has 16 to 128 draws of its Gaussian at each v, after
+    Newton's steps.  Not for minibatches of units, units of tens of latent variables, or several modes.
 
     Args:
         guide: a trained :class:`~pyro_ngvi.AutoHierarchical`; its sites are used as they are.
@@ -84,8 +85,8 @@ def collapse(
 
     Warns:
         RuntimeWarning: where more points change log p(y | v) at draws of q(v) by more than 0.1
-            nats (of a block by 0.5, beside what is the same at all v), or random points find a
-            tenth more mass of a unit than those, as of a second mode.
+            nats (of a block by 1.6 / sqrt(points)), or random points find a tenth more mass of a
+            unit than those, as of a second mode.
 
     Sources: Rue, Martino & Chopin (2009, JRSS B 71); Liu & Pierce (1994, Biometrika 81).
 
@@ -125,8 +126,8 @@ def can_collapse(guide: AutoHierarchical, *args: Any, **kwargs: Any) -> bool:
 class Collapsed:
     """What :func:`pyro_ngvi.collapse` makes, with an example: a Pyro model of the globals v.
 
-    ``error``: by how many nats a quarter more points change log p(y | v) at draws of q(v);
-    ``is_rough``: by more than 0.1, or 0.5 for a block.  ValueError for other guides.
+    ``error``: by how many nats a quarter more points, of a block 8 times as many, change log p(y | v)
+    at draws of q(v); ``is_rough``: by more than 0.1, or 1.6 / sqrt(points).
     """
 
     def __init__(self, guide: AutoHierarchical, args: Any, kwargs: Any, points: int | None) -> None:
@@ -161,15 +162,16 @@ class Collapsed:
             given, q = guide._at_draws(args, kwargs, TRIED, learning=True)
             self.call = given.call
             self._leads_back = goes_astray(guide, given, points)
-            counts = self.point_count, self.point_count + max(2, self.point_count // 4)
+            block, n = self.units.is_block, self.point_count
+            counts = n, MORE * n if block else n + max(2, n // 4)
             few, more = (integrated(self.units, given, q, n).log_marginals for n in counts)
         self._tried_at = given, q, few
-        #: nats by which a quarter more points change log p(y | v), at draws of q(v)
+        #: nats by which more points change log p(y | v), at draws of q(v)
         change = few.sum(-1) - more.sum(-1)
-        if block := self.units.is_block:  # the same at all draws of v it would change no posterior
+        if block:  # the same at all draws of v it would change no posterior
             change = change - change.mean()
         self.error = float(change.abs().amax().nan_to_num(torch.inf))
-        self.is_rough = self.error > (NOISE if block else NOTICED)
+        self.is_rough = self.error > (NOISE * (FEW / n) ** 0.5 if block else NOTICED)
         #: whether that is too much for draws of a block, which such a density would seem to bear out
         self.too_rough = block and self.is_rough
 
@@ -192,14 +194,12 @@ class Collapsed:
 
     def warn(self) -> None:
         """A RuntimeWarning of what the quadrature does not see, if there is anything."""
-        doubt = ""
+        doubt = "" if self.is_rough or not self.missed else self.missed_in_words
         if self.is_rough:
             doubt = (
                 f"Quadrature over the {self.units.called} is off by {self.error:.2g} nats or more. "
                 f"Pass points={2 * self.point_count} to ngvi.collapse, or train the guide for longer."
             )
-        elif self.missed:
-            doubt = self.missed_in_words
         if doubt:
             warnings.warn(doubt, RuntimeWarning, stacklevel=3)
 

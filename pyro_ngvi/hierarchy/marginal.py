@@ -37,8 +37,11 @@ from .conditional import Conditionals
 from .runs import Given
 from .units import Units
 
-#: points a latent variable of a unit, or in all where it has more than three, and of a block
-ORDERS, SOBOL, BLOCK = {1: 20, 2: 7, 3: 5}, 512, 16
+#: points a latent variable of a unit, or in all where it has more than three
+ORDERS, SOBOL = {1: 20, 2: 7, 3: 5}, 512
+#: points of a block at least and at most, and numbers that they and its matrix make: their error may
+#: follow the scale of effects (11 of them, 16 points: .4 nats too much in its upper tail; 128: none)
+FEW, MANY, NUMBERS = 16, 128, 1 << 16
 #: points a latent variable for which NumPy finds their places
 MOST = 200
 #: latent variables of units at all points and draws at once: with some data for each they fit in caches
@@ -57,7 +60,8 @@ WIDE, MOST_SEARCHED = 1024, 26
 def point_count(units: Units, points: int | None) -> tuple[int, int]:
     """Points a latent variable of units of up to three, else in all; and in all."""
     k, block = units.width, units.is_block
-    count = (BLOCK if block else ORDERS.get(k, SOBOL)) if points is None else points
+    of_block = max(FEW, min(MANY, 2 * (NUMBERS // k**2 // 2)))
+    count = (of_block if block else ORDERS.get(k, SOBOL)) if points is None else points
     if not isinstance(count, Integral) or count < 1 or (k in ORDERS and count > MOST):
         raise ValueError(
             f"points must be a whole number from 1, to {MOST} where a unit has up to three latent "

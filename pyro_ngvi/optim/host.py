@@ -80,7 +80,7 @@ class NaturalGradientOptim(PyroOptim):
         if self.suits and not self._rules:
             raise ValueError(
                 f"{name} steps guides of this package, and found none in {describe(guide)}. Use for "
-                f"instance {self.suits}. For other guides there is pyro_ngvi.IFVB."
+                f"instance {self.suits}, the guide itself. For other guides there is pyro_ngvi.IFVB."
             )
         if self.suits and None not in self.accepts and "" not in self._rules:
             raise ValueError(

@@ -37,10 +37,12 @@ def flat_sites(model: Program, values: Values, args: Any, kwargs: Any) -> dict[s
         names = _flat_at(model, at, names, args, kwargs) if names else []
     found = {}
     for name in names:
-        first, *others = (
+        first, *others = there = [
             _others(model, draws[0] | {name: at[name]}, name, args, kwargs) for at in draws
-        )
-        found[name] = not all(_same(first, other) for other in others)
+        ]
+        # where there is no density there is no gradient of it, and nothing is known
+        if any(all(x.isfinite().all() for x in at.values()) for at in there):
+            found[name] = not all(_same(first, other) for other in others)
     return found
 
 

@@ -165,17 +165,31 @@ class BoundModel:
 
     def fingerprint(self) -> dict[str, Tensor]:
         """f and log p at the probe, (n, k + 1) by group: other hyperparameters or data change it."""
+        with torch.no_grad():
+            prints = {}
+            for g in self.plan.groups:
+                terms = _summed([self.terms_at_probe[n] for n in g.observed]) + self._prior_at_probe
+                prints[g.name] = torch.cat([self.at_probe[g.name], terms[:, None]], -1)
+            return prints
+
+    def seen(self) -> dict[str, Tensor]:
+        """f and log p of the prior at the probe, (n, k + 1) by group: what data see of the block, and
+        no other values of data change it."""
+        found = {name: f.detach() for name, f in self.at_probe.items()}
+        return {
+            name: torch.cat([f, (f[:, :1] * 0.0 + self._prior_at_probe)], -1)
+            for name, f in found.items()
+        }
+
+    @cached_property
+    @torch.no_grad()
+    def _prior_at_probe(self) -> Any:
         prior: Any = 0.0
         if self.plan.direct:  # elsewhere f at the probe depends on the prior
             for name, fn in self.block.items():
                 if not isinstance(fn, GaussianProcess):  # whose algebra replaces the probe
                     prior = prior + site_log_prob(self.sites[name])[0].sum()
-        with torch.no_grad():
-            prints = {}
-            for g in self.plan.groups:
-                terms = _summed([self.terms_at_probe[n] for n in g.observed]) + prior
-                prints[g.name] = torch.cat([self.at_probe[g.name], terms[:, None]], -1)
-            return prints
+        return prior
 
     def other_terms(self) -> Tensor:
         """log p, a 0-dim tensor, of sites that are neither of the block nor data with a predictor."""

@@ -194,6 +194,8 @@ class SitesELBO(ELBO):
                 algebra.begin_running(view)
             chosen = {n: call.rows(n, *pair) for n, pair in tensors.items()}
             at = algebra.at(call, chosen, view, algebra.posterior(view, algebra.evidence))
+        if derivatives and exact and not (view.learns or algebra.running):
+            block.last_step.see(call, at.sites)
         q, marginals = at.posterior, at.marginals
         count, like = self.num_points, call.plan.zero()
         of_f = {name: m.whole for name, m in marginals.items()}

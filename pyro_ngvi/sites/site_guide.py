@@ -28,7 +28,8 @@ from .conditioned_model import ConditionedModel, MeansOfProcesses
 from .dense import DenseAlgebra
 from .find import find_structure
 from .inducing import InducingAlgebra
-from .structure import Group, ModelStructure, all_same
+from .last_step import LastStep
+from .structure import ModelStructure
 
 #: seed of the values that stand for latent sites of other guides while the structure is looked for
 SEED = 20_180_216
@@ -215,6 +216,7 @@ class SiteGuide(HoldsIterate, MadeAtFirstCall):
             view = self.algebra.view(call)
             self.algebra.recollect(view, self.site_tensors())
         self.last_step.remember(args, kwargs, stale=False)
+        self.last_step.see(call, {})
 
     # --- the sites, as an optimizer and the parameter store see them
 
@@ -270,51 +272,6 @@ class SiteGuide(HoldsIterate, MadeAtFirstCall):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         self.fresh = not self._any_moved()
-
-
-class LastStep:
-    """The last step of a guide of sites, as far as it matters later.  A copy begins without one.
-
-    ``stale``: hyperparameters or sites were moved since q was made.  Where data came or went since,
-    ``plan`` is the structure then and ``numbers`` have by group the number (N,) then of each datum of
-    now, -1 for a new one.  ``scaled``: data that counted for more than themselves under a scale.
-    ``edition``: how often data were changed; no two sweeps of different editions are compared.
-    """
-
-    def __init__(self, stale: bool = False, edition: int = 0) -> None:
-        self.arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-        self.stale, self.edition = stale, edition
-        self.plan: ModelStructure | None = None
-        self.numbers: dict[str, Tensor] = {}
-        self.scaled: list[Tensor] = []
-
-    def __reduce__(self) -> Any:
-        return LastStep, (self.stale, self.edition)
-
-    def remember(self, args: Any, kwargs: Any, stale: bool) -> None:
-        """Take the arguments of a step, and whether it moves hyperparameters."""
-        self.arguments, self.stale = (args, kwargs), stale
-        self.plan, self.numbers = None, {}
-
-    def number(self, group: Group, device: torch.device) -> Tensor:
-        found = self.numbers.get(group.name)
-        return torch.arange(group.size, device=device) if found is None else found
-
-    def edited(self) -> None:
-        """Data came, went or were reset by hand."""
-        self.scaled = []
-        self.edition += 1
-
-    def or_given(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """These arguments, or where there are none those of the last step."""
-        return (args, kwargs) if args or kwargs else (self.arguments or ((), {}))
-
-    def has_arguments_of(self, call: BoundModel) -> bool:
-        if self.arguments is None:
-            return False
-        (args, kwargs), others = self.arguments, call.runner.kwargs
-        named = kwargs.keys() == others.keys() and all(x is others[n] for n, x in kwargs.items())
-        return named and all_same(args, call.runner.args)
 
 
 def find_sites(guide: Any) -> Iterator[tuple[str, SiteGuide]]:

@@ -418,7 +418,9 @@ def test_the_globals_are_those_of_the_exact_posterior() -> None:
 
 def test_minibatches_of_units_are_unbiased(monkeypatch: pytest.MonkeyPatch) -> None:
     guide = copy.deepcopy(trained("centred"))
-    monkeypatch.setattr("pyro_ngvi.hierarchy.guide.antithetic", torch.zeros_like)
+    monkeypatch.setattr(
+        "pyro_ngvi.hierarchy.guide.antithetic", lambda like, apart: torch.zeros_like(like)
+    )
     values = {"m": torch.tensor([0.3, 1.0]).double(), "s": torch.tensor([0.8, 1.5]).double()}
     y = torch.cat([Y, Y[:1]])
     guide.add(1)

@@ -287,6 +287,49 @@ def test_minibatches_after_a_change() -> None:
     assert gap(guide, case.posterior(now)) < 1e-10
 
 
+@pytest.mark.parametrize("change", ["covariates", "order", "prior"])
+def test_minibatches_of_data_that_see_other_things(change: str) -> None:
+    """Sites are counted out of q by what their data saw, or q is wrong for good; ``refresh`` knows."""
+    case = cases(N)["regression"]
+
+    def model(X: Tensor, y: Tensor, index: Tensor | None, sd: float = 2.0) -> None:
+        b = pyro.sample("b", dist.Normal(0.0, sd))
+        w = pyro.sample("w", dist.Normal(torch.zeros(3), 0.7).to_event(1))
+        with pyro.plate("data", len(X), subsample=index) as i:
+            pyro.sample("y", dist.Normal(X[i] @ w + b, 0.3), obs=y[i])
+
+    guide = AutoSites(model)
+    svi = SVI(model, guide, CVI(guide), SitesELBO())
+    X, y, sd = case.X.clone(), case.y, 2.0
+    for index in EVERY.split(4):
+        svi.step(X, y, index)
+    assert gap(guide, case.posterior(EVERY)) < 1e-10
+    svi.step(X, y + 1.0, EVERY[:4])  # data may change
+    if change == "covariates":
+        X[5] += 0.01
+    elif change == "order":
+        X, y = X.flip(0), y.flip(0)
+    else:
+        sd = 1.9
+    with pytest.raises(ValueError, match=r"this minibatch do not see what they did") as caught:
+        svi.step(X, y, EVERY[4:8], sd)
+    assert len(str(caught.value)) <= 240
+    guide.refresh(X, y, None, sd)
+    for index in EVERY.split(4):
+        svi.step(X, y, index, sd)
+    whole = AutoSites(model)
+    exact = SVI(model, whole, CVI(whole), SitesELBO())
+    exact.step(X, y, None, sd)
+    q, p = guide.get_posterior(), whole.get_posterior()
+    torch.testing.assert_close(q.mean, p.mean, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(q.covariance_matrix, p.covariance_matrix, rtol=1e-8, atol=1e-8)
+    guide.refresh(X, y, None, sd)
+    guide.reset([5])  # of a site of 0 nothing was counted in
+    X = X.clone()
+    X[5] += 1.0
+    svi.step(X, y, EVERY[4:8], sd)
+
+
 def test_copies_keep_the_data_of_their_original() -> None:
     case, guide, _ = fitted("regression")
     guide.remove(0)

@@ -13,7 +13,7 @@ from pyro.optim import Adam  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor
 
 import pyro_ngvi as ngvi
-from pyro_ngvi.diagnostics.defence import SHARE, defended
+from pyro_ngvi.diagnostics.defence import SHARE, Place, defended
 from pyro_ngvi.diagnostics.slices import Pieces, Quantiles, copula
 from pyro_ngvi.runtime.model_density import NaNWhereSingular
 
@@ -58,10 +58,10 @@ def test_quantiles_rise_come_back_and_have_their_derivative(dtype: torch.dtype) 
 def test_a_defended_proposal_is_a_distribution_of_both_parts() -> None:
     mean, root = torch.tensor([1.0, -2.0]).double(), torch.tensor([[0.5, 0.0], [0.3, 0.2]]).double()
     q = dist.Normal(mean, 0.01).to_event(1)
-    both = defended(q, mean, root @ root.mT, SHARE)
+    both = defended(q, (mean, root @ root.mT), SHARE)
     z = torch.linspace(-60.0, 60.0, 2401).double()
     x = mean + torch.cartesian_prod(z, z) @ root.mT
-    t = both.parts[1].log_prob(x).exp()
+    t = both.parts[0].log_prob(x).exp()
     total = float(t.sum() * (z[1] - z[0]) ** 2 * root.det())
     # beyond 60 sds are 3e-4 of t; the spike of q is between the points of the grid
     assert total == pytest.approx(1.0, abs=2e-3)
@@ -71,8 +71,23 @@ def test_a_defended_proposal_is_a_distribution_of_both_parts() -> None:
     draws = both.expand([2]).sample((20_000,))
     assert draws.shape == (20_000, 2, 2) and both.log_prob(draws).shape == (20_000, 2)
     far = ((draws - mean).abs() > 0.06).any(-1).double().mean()  # six sds of q
-    inside = ((both.parts[1].sample((40_000,)) - mean).abs() <= 0.06).all(-1).double().mean()
+    inside = ((both.parts[0].sample((40_000,)) - mean).abs() <= 0.06).all(-1).double().mean()
     assert float(far) == pytest.approx(SHARE * (1.0 - float(inside)), abs=0.008)  # four errors
+
+
+def test_a_proposal_has_a_share_at_each_other_end() -> None:
+    """As large as its part of the mass, a tenth at least; draws come from all by their shares."""
+    mean, one = torch.zeros(1).double(), torch.eye(1).double()
+    ends = [Place(mean + 40.0, 0.01 * one, 1.0), Place(mean - 40.0, 0.01 * one, 1e-4)]
+    r = defended(dist.Normal(mean, 1.0).to_event(1), (mean, one), SHARE, ends)
+    assert r.shares.tolist() == pytest.approx([0.2, 0.8 / 2.0001, 0.1, 0.7 - 0.8 / 2.0001])
+    x = torch.linspace(-80.0, 80.0, 64_001).double().unsqueeze(-1)
+    assert float(r.log_prob(x).exp().sum() * 0.0025) == pytest.approx(1.0, abs=1e-3)
+    pyro.set_rng_seed(0)
+    draws = r.sample((40_000,))
+    for at, share in ((40.0, 0.8 / 2.0001), (-40.0, 0.1)):  # four errors, and a t beyond 20 sds
+        near = ((draws - at).abs() < 20.0).double().mean()
+        assert float(near) == pytest.approx(share, abs=0.011)
 
 
 def test_a_laplace_density_is_its_own_slices() -> None:
