@@ -388,6 +388,20 @@ STEPS = (
         ("../statistical/test_leave_one_out_of_few",),
     ),
     Mutant(
+        "corrected draws: none where the search for a start has ended",
+        "diagnostics/by_weights.py",
+        "        others = _ends(guide)\n",
+        "        others: list[Place] = []\n",
+        ("../statistical/test_by_slices",),
+    ),
+    Mutant(
+        "minibatches of sites: what data see is not held against before",
+        "sites/last_step.py",
+        "counted = (sites[name][1] != 0.0).flatten(1).any(1)",
+        "counted = (sites[name][1] < 0.0).flatten(1).any(1)",
+        ("test_online_sites",),
+    ),
+    Mutant(
         "corrected draws: a proposal that is not defended",
         "diagnostics/proposal.py",
         "self._posterior = defended(q, wide or own, share, others)",
@@ -1386,6 +1400,13 @@ PROCESSES = (
         "distributed/shards.py",
         'msg["scale"] = msg["scale"] * self.factor',
         'msg["scale"] = msg["scale"] * 1',
+        ("../contract/test_distributed",),
+    ),
+    Mutant(
+        "processes: units of ranks, whose log q counts once",
+        "distributed/svi.py",
+        "guide.share, guide.apart = float(self.program.factor), rank() * APART",
+        "guide.share, guide.apart = 1.0, rank() * APART",
         ("../contract/test_distributed",),
     ),
     Mutant(

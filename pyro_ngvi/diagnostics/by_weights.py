@@ -13,7 +13,7 @@ from ..hierarchy import AutoHierarchical
 from ..hierarchy.whole import Whole
 from ..runtime.run import CannotBatch
 from .correction import MORE, MOST_DRAWS, POOL, Corrected, moved_by_weights
-from .defence import Place
+from .defence import PLACES, Place
 from .diagnosis import Diagnosis
 from .draws import MOST_DOUBLES, Fitted, random_state
 from .elsewhere import moments
@@ -113,6 +113,8 @@ def _by_slices(model: Any, guide: Any, args: Any, kwargs: Any, known: KHat, pati
         if missed and wide is None:
             return None
         others = _ends(guide)
+        if known.other_modes and len(others) > PLACES:
+            return None
         most = LIGHT if missed else HALF  # r of one mode and long tails is no shape of several
         for _ in range(TRIES):
             better = proposal(whole, wide=wide, others=others)
@@ -135,11 +137,9 @@ def _ends(guide: Any) -> list[Place]:
     """Where the search for the guide's start ended."""
     report, params = guide.start_report, next(guide.parameters())
     ends = [] if report is None else report.ends
+    covariances = [torch.linalg.inv(q.precision).to(params) for q in ends]
     return [
-        Place(
-            q.loc.to(params),
-            torch.linalg.inv(q.precision).to(params),
-            math.exp(q.elbo - ends[0].elbo),
-        )
-        for q in ends
+        Place(q.loc.to(params), 0.5 * (C + C.mT), math.exp(q.elbo - ends[0].elbo))
+        for q, C in zip(ends, covariances, strict=True)
+        if int(torch.linalg.cholesky_ex(0.5 * (C + C.mT))[1]) == 0
     ]

@@ -45,7 +45,8 @@ def defended(q: Any, own: Moments, share: float, others: Sequence[Place] = ()) -
     whole = 1.0 + sum(place.mass for place in others)
     each = [max(LEAST, (1.0 - share) * place.mass / whole) for place in others]
     long = [_student(*moments) for moments in (own, *(place[:2] for place in others))]
-    return Defended([*long, q], own[0].new_tensor([share, *each, 1.0 - share - sum(each)]))
+    shares = own[0].new_tensor([share, *each, max(LEAST, 1.0 - share - sum(each))])
+    return Defended([*long, q], shares / shares.sum())
 
 
 def _student(mean: Tensor, covariance: Tensor) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ SAME = 1.0
 COMPARABLE = math.log(20.0)
 #: and less than a thousandth, which is nothing
 FAINT = math.log(1000.0)
+#: latent variables up to which a file keeps where paths ended, of a matrix each
+KEPT = 64
 #: nats: a fall of log p between two modes, less of which is a bend
 BARRIER = 2.0
 #: of draws that are in a mode, where more than the far tail of a guide is there
@@ -55,7 +57,9 @@ class Found:
 
     def plain(self) -> dict[str, Any]:
         """What a file keeps of it, for :meth:`of_plain`."""
-        return asdict(self) | {"params": None if self.params is None else {}}
+        ends = [asdict(q) for q in self.ends if len(q.loc) <= KEPT]
+        params = None if self.params is None else {}
+        return asdict(replace(self, gaussians=(), params=params)) | {"gaussians": ends}
 
     @classmethod
     def of_plain(cls, kept: dict[str, Any]) -> Found:

@@ -81,6 +81,10 @@ def test_a_proposal_has_a_share_at_each_other_end() -> None:
     ends = [Place(mean + 40.0, 0.01 * one, 1.0), Place(mean - 40.0, 0.01 * one, 1e-4)]
     r = defended(dist.Normal(mean, 1.0).to_event(1), (mean, one), SHARE, ends)
     assert r.shares.tolist() == pytest.approx([0.2, 0.8 / 2.0001, 0.1, 0.7 - 0.8 / 2.0001])
+    wide = defended(
+        dist.Normal(mean, 1.0).to_event(1), (mean, one), 0.5, [*ends[:1], *3 * ends[1:]]
+    )
+    assert (wide.shares > 0.05).all() and float(wide.shares.sum()) == pytest.approx(1.0)
     x = torch.linspace(-80.0, 80.0, 64_001).double().unsqueeze(-1)
     assert float(r.log_prob(x).exp().sum() * 0.0025) == pytest.approx(1.0, abs=1e-3)
     pyro.set_rng_seed(0)
