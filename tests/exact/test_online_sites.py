@@ -10,6 +10,7 @@ import pytest
 import torch
 from pyro.infer import SVI
 from pyro.infer.autoguide import AutoGuideList
+from pyro.optim import PyroOptim
 from torch import Tensor
 
 from pyro_ngvi import CVI, AutoSites, SitesELBO
@@ -328,6 +329,36 @@ def test_minibatches_of_data_that_see_other_things(change: str) -> None:
     X = X.clone()
     X[5] += 1.0
     svi.step(X, y, EVERY[4:8], sd)
+
+
+def test_minibatches_after_the_prior_was_learned() -> None:
+    """What data saw before is no longer known then, and nobody is asked for it."""
+    case = cases(N)["regression"]
+
+    def model(X: Tensor, y: Tensor, index: Tensor | None = None) -> None:
+        sd = pyro.param("sd", torch.tensor(2.0), constraint=dist.constraints.positive)
+        b = pyro.sample("b", dist.Normal(0.0, sd))
+        w = pyro.sample("w", dist.Normal(torch.zeros(3), 0.7).to_event(1))
+        with pyro.plate("data", len(X), subsample=index) as i:
+            pyro.sample("y", dist.Normal(X[i] @ w + b, 0.3), obs=y[i])
+
+    def learns(on: bool) -> None:
+        dict(pyro.get_param_store().named_parameters())["sd"].requires_grad_(on)
+
+    model(case.X, case.y)  # which makes the parameter
+    learns(False)
+    guide = AutoSites(model)
+    adam = PyroOptim(torch.optim.Adam, {"lr": 0.01})
+    svi = SVI(model, guide, CVI(guide, others=adam), SitesELBO())
+    for index in EVERY.split(4):
+        svi.step(case.X, case.y, index)
+    learns(True)
+    for _ in range(3):
+        svi.step(case.X, case.y)
+    learns(False)
+    for index in EVERY.split(4):
+        svi.step(case.X, case.y, index)
+    assert pyro.param("sd").item() != 2.0
 
 
 def test_copies_keep_the_data_of_their_original() -> None:
