@@ -113,7 +113,8 @@ def _by_slices(model: Any, guide: Any, args: Any, kwargs: Any, known: KHat, pati
         if missed and wide is None:
             return None
         others = _ends(guide)
-        if known.other_modes and len(others) > PLACES:
+        # r is in all of the modes, or nothing is said
+        if known.other_modes and not len(guide.start_report.ends) == len(others) <= PLACES:
             return None
         most = LIGHT if missed else HALF  # r of one mode and long tails is no shape of several
         for _ in range(TRIES):
@@ -137,9 +138,9 @@ def _ends(guide: Any) -> list[Place]:
     """Where the search for the guide's start ended."""
     report, params = guide.start_report, next(guide.parameters())
     ends = [] if report is None else report.ends
-    covariances = [torch.linalg.inv(q.precision).to(params) for q in ends]
-    return [
+    inverses = [torch.linalg.inv(q.precision).to(params) for q in ends]
+    places = [
         Place(q.loc.to(params), 0.5 * (C + C.mT), math.exp(q.elbo - ends[0].elbo))
-        for q, C in zip(ends, covariances, strict=True)
-        if int(torch.linalg.cholesky_ex(0.5 * (C + C.mT))[1]) == 0
+        for q, C in zip(ends, inverses, strict=True)
     ]
+    return [p for p in places if int(torch.linalg.cholesky_ex(p.covariance)[1]) == 0]

@@ -175,10 +175,9 @@ class BoundModel:
     def seen(self) -> dict[str, Tensor]:
         """f and log p of the prior at the probe, (n, k + 1) by group: what data see of the block, and
         no other values of data change it."""
-        found = {name: f.detach() for name, f in self.at_probe.items()}
         return {
-            name: torch.cat([f, (f[:, :1] * 0.0 + self._prior_at_probe)], -1)
-            for name, f in found.items()
+            name: torch.cat([f.detach(), f.new_zeros(len(f), 1) + self._prior_at_probe], -1)
+            for name, f in self.at_probe.items()
         }
 
     @cached_property
